@@ -1,0 +1,277 @@
+// Split-KV decode: few queries against many keys. The query rows of all heads that share a kv head share one read of its
+// keys and values; head_dim lies in the vector lanes. Each split of the keys leaves the states of its rows, which are then
+// merged in order.
+#pragma once
+
+#include "scores.h"
+
+namespace flashsoftmax::FLASHSOFTMAX_ISA {
+
+template <class T> class Decode {
+  using A = Accumulate<T>;
+  using V = Vec<A>;
+
+  static constexpr int64_t tile_keys = 256;
+  static constexpr int block_rows = kRows / 2, block_keys = std::min(4, V::lanes), block_cols = 4;  // of the register blocks
+
+  // The states of the query rows of one kv head: m, l [rows], acc [rows][dim_v].
+  struct RowStates {
+    A *m, *l, *acc;
+  };
+  struct Workspace {
+    A* q;     // [rows][dim]
+    A* s;     // [rows][tile_keys], scores and then weights
+    A* bias;  // [tile_keys]
+    T* k;     // [tile_keys][dim], only where rows are not contiguous in memory
+    T* v;     // [tile_keys][dim_v]
+    const T **k_rows, **v_rows;  // [tile_keys]
+    RowStates states, total;
+  };
+  struct Head {
+    Sequence sequence;
+    int64_t b, kv_head;
+  };
+
+  const AttentionParams& p;
+  const int64_t rows = p.group() * p.seqlen_q;  // row = head in the group * seqlen_q + query
+  const int64_t dim = round_up(p.head_dim, V::lanes), dim_v = round_up(p.head_dim_v, V::lanes);
+  const int64_t split_size = round_up(p.split_size, tile_keys);
+  const int64_t splits = max<int64_t>(1, ceil_div(p.seqlen_k, split_size));
+  const int64_t heads = p.sequences * p.heads_kv;
+  const bool plain = plain_scores(p);
+
+  RowStates take_states(Arena& arena) const { return {arena.take<A>(rows), arena.take<A>(rows), arena.take<A>(rows * dim_v)}; }
+  Workspace take_workspace(Arena& arena) const {
+    Workspace w;
+    w.q = arena.take<A>(rows * dim);
+    w.s = arena.take<A>(rows * tile_keys);
+    w.bias = arena.take<A>(tile_keys);
+    w.k = arena.take<T>(p.key.dim == 1 ? 0 : tile_keys * dim);
+    w.v = arena.take<T>(p.value.dim == 1 ? 0 : tile_keys * dim_v);
+    w.k_rows = arena.take<const T*>(tile_keys);
+    w.v_rows = arena.take<const T*>(tile_keys);
+    w.states = take_states(arena);
+    w.total = take_states(arena);
+    return w;
+  }
+  int64_t states_bytes() const {
+    Arena arena(nullptr);
+    take_states(arena);
+    return arena.used(nullptr);
+  }
+  int64_t workspace_bytes() const {
+    Arena arena(nullptr);
+    take_workspace(arena);
+    return arena.used(nullptr);
+  }
+
+  Head head(int64_t index) const {
+    int64_t b = index / p.heads_kv;
+    return {sequence(p, b), b, index % p.heads_kv};
+  }
+  int64_t query_head(const Head& t, int64_t row) const { return t.kv_head * p.group() + row / p.seqlen_q; }
+
+  void clear(RowStates states) const {
+    for (int64_t r = 0; r < rows; r++) states.m[r] = kHidden;
+    std::memset(static_cast<void*>(states.l), 0, rows * sizeof(A));
+    std::memset(static_cast<void*>(states.acc), 0, rows * dim_v * sizeof(A));
+  }
+
+  // Pointers to rows [j0, j0 + n), which are copied together first where their elements lie apart.
+  static void gather(const Rows<T>& from, int64_t j0, int64_t n, int64_t dims, int64_t width, T* copy, const T** pointers) {
+    for (int64_t j = 0; j < n; j++) {
+      pointers[j] = from[j0 + j];
+      if (from.dim == 1) continue;
+      for (int64_t d = 0; d < dims; d++) copy[j * width + d] = pointers[j][d * from.dim];
+      pointers[j] = copy + j * width;
+    }
+  }
+
+  void run_split(const Head& t, int64_t split, const Workspace& w, RowStates states) const {
+    const Band& band = t.sequence.band;
+    clear(states);
+    int64_t begin = max(split * split_size, band.first(0) / tile_keys * tile_keys);
+    int64_t end = min((split + 1) * split_size, band.end(t.sequence.q_len - 1));
+    if (begin >= end) return;
+
+    for (int64_t r = 0; r < rows; r++) {
+      int64_t i = r % p.seqlen_q;
+      if (i < t.sequence.q_len) pack(query_rows<T>(p.query, t.sequence, query_head(t, r)), i, 1, 1, p.head_dim, dim, w.q + r * dim);
+    }
+    Rows<T> keys = key_rows<T>(p, p.key, t.sequence, t.b, t.kv_head);
+    Rows<T> values = key_rows<T>(p, p.value, t.sequence, t.b, t.kv_head);
+    for (int64_t j0 = begin; j0 < end; j0 += tile_keys) {
+      int64_t n = min(tile_keys, end - j0);
+      gather(keys, j0, n, p.head_dim, dim, w.k, w.k_rows);
+      gather(values, j0, n, p.head_dim_v, dim_v, w.v, w.v_rows);
+      in_row_blocks([&](int64_t r, auto count) { dots<count>(w, r, n); });
+      for (int64_t r = 0; r < rows; r++) weigh(t, r, j0, n, w, states);
+      in_row_blocks([&](int64_t r, auto count) { accumulate<count>(w, r, n, states); });
+    }
+  }
+
+  // f(row, count) over all rows, block_rows at a time and the rest one by one. A row's arithmetic is the same in either.
+  template <class F> INLINE void in_row_blocks(F&& f) const {
+    int64_t r = 0;
+    for (; r + block_rows <= rows; r += block_rows) f(r, std::integral_constant<int, block_rows>{});
+    for (; r < rows; r++) f(r, std::integral_constant<int, 1>{});
+  }
+
+  // s[r][j] = q[r] . k[j] for row r and the next count - 1
+  template <int count> void dots(const Workspace& w, int64_t r, int64_t n) const {
+    for (int64_t j = 0; j < n; j += V::lanes) {
+      V products[count][V::lanes];
+      unroll<V::lanes / block_keys>([&](auto block) {
+        const T* k[block_keys];
+        V sums[count * block_keys];
+        unroll<block_keys>([&](auto i) { k[i] = w.k_rows[min(j + block * block_keys + i, n - 1)]; });
+        unroll<count * block_keys>([&](auto i) { sums[i] = V(A(0)); });
+        auto step = [&](int64_t d, auto load_k) __attribute__((always_inline)) {
+          V k_reg[block_keys];
+          unroll<block_keys>([&](auto i) { k_reg[i] = load_k(k[i] + d); });
+          unroll<count>([&](auto row) {
+            V q_reg = V::load(w.q + (r + row) * dim + d);
+            unroll<block_keys>([&](auto i) { sums[row * block_keys + i] = sums[row * block_keys + i] + q_reg * k_reg[i]; });
+          });
+        };
+        int64_t d = 0;
+        for (; d + V::lanes <= p.head_dim; d += V::lanes) step(d, [](const T* x) { return load(x); });
+        if (d < p.head_dim) step(d, [&](const T* x) { return load(x, p.head_dim - d); });
+        unroll<count>([&](auto row) {
+          unroll<block_keys>([&](auto i) { products[row][block * block_keys + i] = sums[row * block_keys + i]; });
+        });
+      });
+      unroll<count>([&](auto row) { sum_lanes(products[row]).store(w.s + (r + row) * tile_keys + j); });
+    }
+  }
+
+  // Scores to weights, and the row's state raised. acc is rescaled at once.
+  void weigh(const Head& t, int64_t r, int64_t j0, int64_t n, const Workspace& w, RowStates states) const {
+    int64_t i = r % p.seqlen_q, h = query_head(t, r);
+    A* s = w.s + r * tile_keys;
+    int64_t padded = round_up(n, V::lanes);
+    if (i >= t.sequence.q_len) return std::fill(s, s + padded, A(0));
+    Score<A> rule = score_of_head<A>(p, h);
+    const V first(min(t.sequence.band.first(i) - j0, tile_keys)), end(max<int64_t>(min(t.sequence.band.end(i) - j0, n), 0));
+    const V distance(A(i + t.sequence.band.q_offset - j0));
+    if (p.mask.data) pack_mask(p, t.b, h, i, 1, j0, n, padded, w.bias);
+
+    V maxima(kHidden);
+    for (int64_t j = 0; j < padded; j += V::lanes) {
+      V key = V(A(j)) + V::iota();
+      V score = rule.capped(V::load(s + j));
+      if (!plain) {
+        V bias = p.mask.data ? V::load(w.bias + j) : V(A(0));
+        score = select(bias == V(kHidden), bias, rule.biased(score, distance - key, bias));
+      }
+      score = select((first <= key) & (key < end), score, V(kHidden));
+      maxima = max(maxima, score);
+      score.store(s + j);
+    }
+    State<A> state{states.m[r], states.l[r]};
+    A alpha = raise(state, fold_lanes(maxima, [](A a, A b) { return max(a, b); }));
+    V sums(A(0));
+    for (int64_t j = 0; j < padded; j += V::lanes) {
+      V p = weight(V::load(s + j), V(state.m));
+      sums = sums + p;
+      p.store(s + j);
+    }
+    states.m[r] = state.m;
+    states.l[r] = state.l + fold_lanes(sums, [](A a, A b) { return a + b; });
+    scale_row(states.acc + r * dim_v, V(alpha));
+  }
+
+  template <class F> static A fold_lanes(V x, F f) {
+    A total = x.v[0];
+    for (int lane = 1; lane < V::lanes; lane++) total = f(total, x.v[lane]);
+    return total;
+  }
+  void scale_row(A* o, V factor) const {
+    for (int64_t d = 0; d < dim_v; d += V::lanes) (V::load(o + d) * factor).store(o + d);
+  }
+
+  // acc[r] += sum over j of p[r][j] v[j] for row r and the next count - 1
+  template <int count> void accumulate(const Workspace& w, int64_t r, int64_t n, RowStates states) const {
+    auto columns = [&](int64_t d, auto cols, auto load_v) __attribute__((always_inline)) {
+      V sums[count * cols];
+      unroll<count * cols>([&](auto i) { sums[i] = V::load(states.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
+      for (int64_t j = 0; j < n; j++) {
+        V v_reg[cols];
+        unroll<cols>([&](auto c) { v_reg[c] = load_v(w.v_rows[j] + d + c * V::lanes); });
+        unroll<count>([&](auto row) {
+          V p_reg(w.s[(r + row) * tile_keys + j]);
+          unroll<cols>([&](auto c) { sums[row * cols + c] = sums[row * cols + c] + p_reg * v_reg[c]; });
+        });
+      }
+      unroll<count * cols>([&](auto i) { sums[i].store(states.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
+    };
+    auto whole = [](const T* x) { return load(x); };
+    int64_t d = 0;
+    for (; d + block_cols * V::lanes <= p.head_dim_v; d += block_cols * V::lanes)
+      columns(d, std::integral_constant<int, block_cols>{}, whole);
+    for (; d + V::lanes <= p.head_dim_v; d += V::lanes) columns(d, std::integral_constant<int, 1>{}, whole);
+    if (d < p.head_dim_v)
+      columns(d, std::integral_constant<int, 1>{}, [&](const T* x) { return load(x, p.head_dim_v - d); });
+  }
+
+  void fold(RowStates total, RowStates states) const {
+    for (int64_t r = 0; r < rows; r++) {
+      State<A> into{total.m[r], total.l[r]};
+      Factors<A> factors = merge(into, State<A>{states.m[r], states.l[r]});
+      total.m[r] = into.m;
+      total.l[r] = into.l;
+      for (int64_t d = r * dim_v; d < (r + 1) * dim_v; d += V::lanes)
+        (V::load(total.acc + d) * V(factors.into) + V::load(states.acc + d) * V(factors.from)).store(total.acc + d);
+    }
+  }
+
+  void finish(const Head& t, RowStates states) const {
+    for (int64_t r = 0; r < rows; r++) {
+      int64_t i = r % p.seqlen_q, h = query_head(t, r);
+      if (i >= t.sequence.q_len) continue;
+      State<A> state{states.m[r], states.l[r]};
+      A factor(1);
+      if (p.sinks.data) factor = merge(state, State<A>{p.sinks.at<A>(h), A(1)}).into;
+      int64_t row = t.sequence.q_row + i;
+      narrow(states.acc + r * dim_v, factor * inverse_sum(state), p.head_dim_v, at<T>(p.out, t.sequence.q_batch, h, row), p.out.dim);
+      *at<A>(p.lse, t.sequence.q_batch, h, row) = lse(state);
+    }
+  }
+
+ public:
+  explicit Decode(const AttentionParams& params) : p(params) {}
+
+  int64_t scratch_bytes(int64_t workers) const {
+    return workers * workspace_bytes() + (splits > 1 ? heads * splits * states_bytes() : 0);
+  }
+
+  void run(char* scratch, const Runner& runner) const {
+    auto workspace = [&](int64_t worker) {
+      Arena arena(scratch + worker * workspace_bytes());
+      return take_workspace(arena);
+    };
+    auto split_states = [&](int64_t index) {
+      Arena arena(scratch + runner.workers * workspace_bytes() + index * states_bytes());
+      return take_states(arena);
+    };
+    if (splits > 1)
+      runner.run(heads * splits, [&](int64_t worker, int64_t index) {
+        Head t = head(index / splits);
+        if (t.sequence.q_len > 0) run_split(t, index % splits, workspace(worker), split_states(index));
+      });
+    runner.run(heads, [&](int64_t worker, int64_t index) {
+      Head t = head(index);
+      if (t.sequence.q_len <= 0) return;
+      Workspace w = workspace(worker);
+      if (splits == 1) {
+        run_split(t, 0, w, w.states);
+        return finish(t, w.states);
+      }
+      clear(w.total);
+      for (int64_t split = 0; split < splits; split++) fold(w.total, split_states(index * splits + split));
+      finish(t, w.total);
+    });
+  }
+};
+
+}  // namespace flashsoftmax::FLASHSOFTMAX_ISA

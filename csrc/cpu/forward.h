@@ -1,0 +1,225 @@
+// Tiled forward. Queries lie in the vector lanes (S^T = K Q^T, O^T += V^T P^T), so the statistics of the rows need no
+// horizontal operation and one micro-kernel serves both products.
+#pragma once
+
+#include "scores.h"
+
+namespace flashsoftmax::FLASHSOFTMAX_ISA {
+
+template <class T> class Forward {
+  using A = Accumulate<T>;
+  using V = Vec<A>;
+
+  static constexpr int64_t group = kGroup<A>;              // queries that share a pass of the micro-kernel
+  static constexpr int64_t groups = 128 / group;
+  static constexpr int64_t tile_queries = groups * group;  // queries that share a tile of keys and values
+
+  // The states of a tile's rows: m, l [tile_queries], acc [groups][dim_v][group].
+  struct RowStates {
+    A *m, *l, *acc;
+  };
+  struct Workspace {
+    A* q_rows;  // [tile_queries][dim]
+    A* q;       // [groups][dim][group]
+    A* k;       // [kTileKeys][dim]
+    A* v;       // [kTileKeys][dim_v]
+    A* s;       // [kTileKeys][group], scores and then weights
+    A* mask;
+    RowStates states, total;
+  };
+
+  const AttentionParams& p;
+  const int64_t dim = round_up(p.head_dim, 16), dim_v = round_up(p.head_dim_v, 16);
+  const int64_t split_size = round_up(p.split_size, kTileKeys);
+  const int64_t splits = max<int64_t>(1, ceil_div(p.seqlen_k, split_size));
+  const int64_t tiles = ceil_div(min(p.seqlen_q, p.rows_q), tile_queries);
+  const int64_t tasks = p.sequences * p.heads_q * tiles;
+  const bool plain = plain_scores(p);
+
+  RowStates take_states(Arena& arena) const {
+    return {arena.take<A>(tile_queries), arena.take<A>(tile_queries), arena.take<A>(tile_queries * dim_v)};
+  }
+  Workspace take_workspace(Arena& arena) const {
+    Workspace w;
+    w.q_rows = arena.take<A>(tile_queries * max(dim, dim_v));
+    w.q = arena.take<A>(tile_queries * dim);
+    w.k = arena.take<A>(kTileKeys * dim);
+    w.v = arena.take<A>(kTileKeys * dim_v);
+    w.s = arena.take<A>(kTileKeys * group);
+    w.mask = arena.take<A>(p.mask.data ? 2 * kTileKeys * group : 0);
+    w.states = take_states(arena);
+    w.total = take_states(arena);
+    return w;
+  }
+  int64_t states_bytes() const {
+    Arena arena(nullptr);
+    take_states(arena);
+    return arena.used(nullptr);
+  }
+  int64_t workspace_bytes() const {
+    Arena arena(nullptr);
+    take_workspace(arena);
+    return arena.used(nullptr);
+  }
+  // Where there are fewer tiles than workers the splits of a tile run side by side, each into its own states.
+  bool splits_in_parallel(int64_t workers) const { return splits > 1 && tasks < workers; }
+
+  struct Tile {
+    Sequence sequence;
+    int64_t b, h, i0, queries;
+  };
+  // The longest rows of a causal head come first.
+  Tile tile(int64_t task) const {
+    int64_t t = tiles - 1 - task % tiles, bh = task / tiles;
+    int64_t b = bh / p.heads_q, h = bh % p.heads_q, i0 = t * tile_queries;
+    Sequence s = sequence(p, b);
+    return {s, b, h, i0, min(tile_queries, s.q_len - i0)};
+  }
+
+  static void clear(RowStates states, int64_t dim_v) {
+    for (int64_t i = 0; i < tile_queries; i++) states.m[i] = kHidden;
+    std::memset(static_cast<void*>(states.l), 0, tile_queries * sizeof(A));
+    std::memset(static_cast<void*>(states.acc), 0, tile_queries * dim_v * sizeof(A));
+  }
+
+  // The states of a tile's rows over one split of the keys.
+  void run_split(const Tile& t, int64_t split, const Workspace& w, RowStates states) const {
+    const Band& band = t.sequence.band;
+    clear(states, dim_v);
+    int64_t begin = max(split * split_size, band.first(t.i0) / kTileKeys * kTileKeys);
+    int64_t end = min((split + 1) * split_size, band.end(t.i0 + t.queries - 1));
+    if (begin >= end) return;
+
+    // Q^T
+    pack(query_rows<T>(p.query, t.sequence, t.h), t.i0, t.queries, tile_queries, p.head_dim, dim, w.q_rows);
+    for (int64_t g = 0; g < groups; g++) transpose(w.q_rows + g * group * dim, dim, group, dim, w.q + g * group * dim, group);
+
+    Rows<T> keys = key_rows<T>(p, p.key, t.sequence, t.b, t.h / p.group());
+    Rows<T> values = key_rows<T>(p, p.value, t.sequence, t.b, t.h / p.group());
+    for (int64_t j0 = begin; j0 < end; j0 += kTileKeys) {
+      int64_t n = min(kTileKeys, end - j0);
+      pack(keys, j0, n, round_up(n, kRows), p.head_dim, dim, w.k);
+      pack(values, j0, n, n, p.head_dim_v, dim_v, w.v);
+      for (int64_t g = 0; g * group < t.queries; g++) {
+        int64_t i = t.i0 + g * group, queries = min(group, t.i0 + t.queries - i);
+        Verdict verdict = band.verdict(i, i + queries, j0, j0 + n);
+        if (verdict == Verdict::skip) continue;
+        A* q = w.q + g * group * dim;
+        RowStates rows{states.m + g * group, states.l + g * group, states.acc + g * group * dim_v};
+        if (plain && verdict == Verdict::full && n % kRows == 0) {
+          const V scale(p.scale);
+          step(w, q, n, rows, [&](int64_t, auto, V dot) { return dot * scale; });
+        } else {
+          GroupScores<A> score(p, t.sequence, t.b, t.h, i, queries, j0, n, w.mask);
+          step(w, q, n, rows, [&](int64_t j, auto c, V dot) { return score(j, c, score.capped(dot)); });
+        }
+      }
+    }
+  }
+
+  // One group of queries takes in one tile of n keys.
+  template <class ScoreOf>
+  INLINE void step(const Workspace& w, const A* q, int64_t n, RowStates rows, ScoreOf&& score_of) const {
+    // S^T = K Q^T and its maxima
+    V tile_max[kCols], alpha[kCols];
+    unroll<kCols>([&](auto c) { tile_max[c] = V(kHidden); });
+    multiply(Operand<A>{w.k, dim, 1}, q, group, n, group, p.head_dim, [&](int64_t j, int64_t, auto c, V dot) {
+      V score = score_of(j, c, dot);
+      tile_max[c] = max(tile_max[c], score);
+      score.store(w.s + j * group + c * V::lanes);
+    });
+
+    // P^T and its sums
+    unroll<kCols>([&](auto c) {
+      State<V> state{V::load(rows.m + c * V::lanes), V::load(rows.l + c * V::lanes)};
+      alpha[c] = raise(state, tile_max[c]);
+      V sum(A(0));
+      for (int64_t j = 0; j < n; j++) {
+        A* s = w.s + j * group + c * V::lanes;
+        V p = weight(V::load(s), state.m);
+        sum = sum + p;
+        p.store(s);
+      }
+      state.m.store(rows.m + c * V::lanes);
+      (state.l + sum).store(rows.l + c * V::lanes);
+    });
+
+    // O^T = alpha O^T + V^T P^T
+    multiply(Operand<A>{w.v, 1, dim_v}, w.s, group, p.head_dim_v, group, n, [&](int64_t d, int64_t, auto c, V sums) {
+      A* o = rows.acc + d * group + c * V::lanes;
+      (V::load(o) * alpha[c] + sums).store(o);
+    });
+  }
+
+  void fold(RowStates total, RowStates states) const {
+    for (int64_t i = 0; i < tile_queries; i += V::lanes) {
+      State<V> into{V::load(total.m + i), V::load(total.l + i)};
+      Factors<V> factors = merge(into, State<V>{V::load(states.m + i), V::load(states.l + i)});
+      into.m.store(total.m + i);
+      into.l.store(total.l + i);
+      int64_t column = i / group * group * dim_v + i % group;
+      for (int64_t d = 0; d < p.head_dim_v; d++) {
+        A* o = total.acc + column + d * group;
+        (V::load(o) * factors.into + V::load(states.acc + column + d * group) * factors.from).store(o);
+      }
+    }
+  }
+
+  // out and lse of a tile's rows
+  void finish(const Tile& t, const Workspace& w, RowStates states) const {
+    for (int64_t i = 0; i < t.queries; i += V::lanes) {
+      State<V> state{V::load(states.m + i), V::load(states.l + i)};
+      V factor(A(1));
+      if (p.sinks.data) factor = merge(state, State<V>{V(p.sinks.at<A>(t.h)), V(A(1))}).into;
+      factor = factor * inverse_sum(state);
+      A* o = states.acc + i / group * group * dim_v + i % group;
+      for (int64_t d = 0; d < p.head_dim_v; d++) (V::load(o + d * group) * factor).store(o + d * group);
+      V lse_lanes = lse(state);
+      for (int64_t lane = 0; lane < min(V::lanes, t.queries - i); lane++)
+        *at<A>(p.lse, t.sequence.q_batch, t.h, t.sequence.q_row + t.i0 + i + lane) = lse_lanes.v[lane];
+    }
+    for (int64_t g = 0; g * group < t.queries; g++)
+      transpose(states.acc + g * group * dim_v, group, dim_v, group, w.q_rows + g * group * dim_v, dim_v);
+    for (int64_t i = 0; i < t.queries; i++)
+      narrow(w.q_rows + i * dim_v, A(1), p.head_dim_v, at<T>(p.out, t.sequence.q_batch, t.h, t.sequence.q_row + t.i0 + i),
+             p.out.dim);
+  }
+
+ public:
+  explicit Forward(const AttentionParams& params) : p(params) {}
+
+  int64_t scratch_bytes(int64_t workers) const {
+    return workers * workspace_bytes() + (splits_in_parallel(workers) ? tasks * splits * states_bytes() : 0);
+  }
+
+  void run(char* scratch, const Runner& runner) const {
+    auto workspace = [&](int64_t worker) {
+      Arena arena(scratch + worker * workspace_bytes());
+      return take_workspace(arena);
+    };
+    auto split_states = [&](int64_t task, int64_t split) {
+      Arena arena(scratch + runner.workers * workspace_bytes() + (task * splits + split) * states_bytes());
+      return take_states(arena);
+    };
+    bool parallel = splits_in_parallel(runner.workers);
+    if (parallel)
+      runner.run(tasks * splits, [&](int64_t worker, int64_t index) {
+        Tile t = tile(index / splits);
+        if (t.queries > 0) run_split(t, index % splits, workspace(worker), split_states(index / splits, index % splits));
+      });
+    runner.run(tasks, [&](int64_t worker, int64_t task) {
+      Tile t = tile(task);
+      if (t.queries <= 0) return;
+      Workspace w = workspace(worker);
+      if (splits > 1) clear(w.total, dim_v);
+      for (int64_t split = 0; split < splits; split++) {
+        RowStates states = parallel ? split_states(task, split) : w.states;
+        if (!parallel) run_split(t, split, w, states);
+        if (splits > 1) fold(w.total, states);
+      }
+      finish(t, w, splits > 1 ? w.total : w.states);
+    });
+  }
+};
+
+}  // namespace flashsoftmax::FLASHSOFTMAX_ISA

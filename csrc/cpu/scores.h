@@ -1,0 +1,81 @@
+// Scores of a tile in the layout S^T[key][query]: a query in each lane.
+#pragma once
+
+#include "tile.h"
+
+namespace flashsoftmax::FLASHSOFTMAX_ISA {
+
+constexpr int64_t kTileKeys = 128;
+
+template <class A> Score<A> score_of_head(const AttentionParams& p, int64_t h) {
+  return {A(p.scale), A(p.softcap), p.alibi_slopes.data ? p.alibi_slopes.at<A>(h) : A(0)};
+}
+
+// Neither softcap nor ALiBi nor a mask: a score is scale * q.k.
+INLINE bool plain_scores(const AttentionParams& p) { return p.softcap == 0 && !p.alibi_slopes.data && !p.mask.data; }
+
+// Rows [i, i + rows) and keys [j, j + keys) of attn_mask as numbers to add, False being -inf: tile[rows][width].
+template <class A>
+void pack_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j, int64_t keys,
+               int64_t width, A* tile) {
+  auto pack_as = [&](auto element) {
+    using U = decltype(element);
+    pack(Rows<U>{at<U>(p.mask, b, h, i) + j * p.mask.dim, p.mask.row, p.mask.dim}, 0, rows, rows, keys, width, tile);
+  };
+  switch (p.mask_dtype) {
+    case DType::boolean: return pack_as(bool());
+    case DType::f16: return pack_as(f16());
+    case DType::bf16: return pack_as(bf16());
+    case DType::f32: return pack_as(float());
+    case DType::f64: return pack_as(double());
+  }
+}
+
+// Queries [i0, i0 + queries) of one head against keys [j0, j0 + keys), at most kGroup and kTileKeys of them.
+template <class A> class GroupScores {
+  using V = Vec<A>;
+
+ public:
+  // mask_scratch holds 2 * kGroup * kTileKeys elements; only used where there is a mask.
+  GroupScores(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h, int64_t i0, int64_t queries, int64_t j0,
+              int64_t keys, A* mask_scratch)
+      : rule_(score_of_head<A>(p, h)) {
+    A first[kGroup<A>], end[kGroup<A>];
+    for (int64_t q = 0; q < kGroup<A>; q++) {
+      first[q] = A(min(s.band.first(i0 + q) - j0, kTileKeys));
+      end[q] = A(max<int64_t>(min(s.band.end(i0 + q) - j0, keys), 0));
+    }
+    unroll<kCols>([&](auto c) {
+      first_[c] = V::load(first + c * V::lanes);
+      end_[c] = V::load(end + c * V::lanes);
+      distance_[c] = V::iota() + V(A(i0 + c * V::lanes + s.band.q_offset - j0));
+    });
+    if (p.mask.data) {
+      A* bias = mask_scratch + kGroup<A> * kTileKeys;
+      std::memset(static_cast<void*>(mask_scratch), 0, kGroup<A> * kTileKeys * sizeof(A));
+      pack_mask(p, b, h, i0, queries, j0, keys, kTileKeys, mask_scratch);
+      transpose(mask_scratch, kTileKeys, kGroup<A>, kTileKeys, bias, kGroup<A>);
+      bias_ = bias;
+    }
+  }
+
+  INLINE V capped(V dot) const { return rule_.capped(dot); }
+  INLINE V capped_slope(V capped) const { return rule_.capped_slope(capped); }
+
+  // The score of key j0 + j for the queries of column c; -inf where it is hidden.
+  template <class C> INLINE V operator()(int64_t j, C c, V capped) const {
+    V key = V(A(j));
+    V bias = bias_ ? V::load(bias_ + j * kGroup<A> + c * V::lanes) : V(A(0));
+    V score = rule_.biased(capped, distance_[c] - key, bias);
+    score = select(bias == V(kHidden), bias, score);
+    return select((first_[c] <= key) & (key < end_[c]), score, V(kHidden));
+  }
+
+ private:
+  Score<A> rule_;
+  V first_[kCols], end_[kCols];  // visible keys, relative to j0
+  V distance_[kCols];            // i + q_offset - j0
+  const A* bias_ = nullptr;      // [keys][kGroup]
+};
+
+}  // namespace flashsoftmax::FLASHSOFTMAX_ISA

@@ -1,0 +1,284 @@
+// Vectors of one instruction set, as numbers that softmax.h and mask.h compute with.
+// Included by isa_*.cpp only, which define FLASHSOFTMAX_ISA (a namespace) and FLASHSOFTMAX_VECTOR_BYTES.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "../softmax.h"
+
+namespace flashsoftmax::FLASHSOFTMAX_ISA {
+
+#define INLINE inline __attribute__((always_inline))
+
+using flashsoftmax::abs;
+using flashsoftmax::exp2;
+using flashsoftmax::log;
+using flashsoftmax::max;
+using flashsoftmax::select;
+using flashsoftmax::tanh;
+
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+
+// What scores, statistics and sums of T are kept in.
+template <class T> struct AccumulateOf {
+  using type = float;
+};
+template <> struct AccumulateOf<double> {
+  using type = double;
+};
+template <class T> using Accumulate = typename AccumulateOf<T>::type;
+
+constexpr int kVectorBytes = FLASHSOFTMAX_VECTOR_BYTES;
+template <class E, int bytes> struct Native {
+  typedef E type __attribute__((vector_size(bytes)));
+};
+template <class A> struct IntegerOf {
+  using type = int32_t;
+};
+template <> struct IntegerOf<double> {
+  using type = int64_t;
+};
+
+// f(0), ..., f(count - 1) with constants, so that arrays indexed by them become registers.
+template <class F, int... i> INLINE void unroll(F&& f, std::integer_sequence<int, i...>) {
+  (f(std::integral_constant<int, i>{}), ...);
+}
+template <int count, class F> INLINE void unroll(F&& f) { unroll(f, std::make_integer_sequence<int, count>{}); }
+
+template <class A> struct Mask {
+  typename Native<typename IntegerOf<A>::type, kVectorBytes>::type v;
+  friend INLINE Mask operator&(Mask a, Mask b) { return {a.v & b.v}; }
+};
+
+template <class A> struct Vec {
+  static constexpr int lanes = kVectorBytes / sizeof(A);
+  using Elements = typename Native<A, kVectorBytes>::type;
+  using Integers = typename Native<typename IntegerOf<A>::type, kVectorBytes>::type;
+  Elements v;
+
+  Vec() = default;
+  INLINE Vec(Elements elements) : v(elements) {}
+  INLINE explicit Vec(A x) : v(x - Elements{}) {}  // x - 0 keeps the sign of a zero, x + 0 would not
+  template <class B, class = std::enable_if_t<std::is_arithmetic_v<B>>> INLINE explicit Vec(B x) : Vec(A(x)) {}
+
+  static INLINE Vec load(const A* p) {
+    Vec x;
+    std::memcpy(&x, p, sizeof(x));
+    return x;
+  }
+  static INLINE Vec iota() {
+    Vec x;
+    unroll<lanes>([&](auto i) { x.v[i()] = A(i()); });
+    return x;
+  }
+  INLINE void store(A* p) const { std::memcpy(p, &v, sizeof(v)); }
+
+  friend INLINE Vec operator+(Vec a, Vec b) { return a.v + b.v; }
+  friend INLINE Vec operator-(Vec a, Vec b) { return a.v - b.v; }
+  friend INLINE Vec operator*(Vec a, Vec b) { return a.v * b.v; }
+  friend INLINE Vec operator/(Vec a, Vec b) { return a.v / b.v; }
+  friend INLINE Mask<A> operator==(Vec a, Vec b) { return {a.v == b.v}; }
+  friend INLINE Mask<A> operator<(Vec a, Vec b) { return {a.v < b.v}; }
+  friend INLINE Mask<A> operator<=(Vec a, Vec b) { return {a.v <= b.v}; }
+  // A NaN in a is dropped. It stays in the scores, and so in the weights and in l.
+  friend INLINE Vec max(Vec a, Vec b) { return a.v > b.v ? a.v : b.v; }
+  friend INLINE Vec select(Mask<A> condition, Vec a, Vec b) { return condition.v ? a.v : b.v; }
+  friend INLINE Vec abs(Vec a) { return max(a, Vec(A(0)) - a); }
+
+  template <class F> static INLINE Vec each(Vec a, F f) {
+    unroll<lanes>([&](auto i) { a.v[i()] = f(a.v[i()]); });
+    return a;
+  }
+  friend INLINE Vec log(Vec a) {
+    return each(a, [](A x) { return std::log(x); });
+  }
+};
+
+INLINE Vec<double> exp2(Vec<double> x) {
+  return Vec<double>::each(x, [](double e) { return std::exp2(e); });
+}
+INLINE Vec<double> tanh(Vec<double> x) {
+  return Vec<double>::each(x, [](double e) { return std::tanh(e); });
+}
+
+// 2^x = 2^n 2^f with n = round(x), |f| <= 1/2. The polynomial's relative error is below 1.6e-8 and it is 1 at f = 0.
+// Results below 2^-126 are 0; a NaN stays.
+INLINE Vec<float> exp2(Vec<float> x) {
+  using V = Vec<float>;
+  const V magic(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer that then lies in the low bits
+  V clamped = select(V(128.0f) < x, V(128.0f), x);
+  V shifted = clamped + magic;
+  V f = clamped - (shifted - magic);
+  V p(0.000153533721f);
+  p = p * f + V(0.00133988739f);
+  p = p * f + V(0.00961843692f);
+  p = p * f + V(0.0555033237f);
+  p = p * f + V(0.240226477f);
+  p = p * f + V(0.693147182f);
+  p = p * f + V(1.0f);
+  V power;  // 2^n, infinity for n = 128
+  V::Integers n = reinterpret_cast<V::Integers>(shifted.v);
+  power.v = reinterpret_cast<V::Elements>((n << 23) + (127 << 23));
+  return select(x < V(-126.0f), V(0.0f), p * power);
+}
+
+INLINE Vec<float> tanh(Vec<float> x) {
+  using V = Vec<float>;
+  // Near 0 an odd polynomial, else 1 - 2 / (e^2|x| + 1); |x| beyond 10 is 1 either way and must not overflow.
+  V square = x * x;
+  V p(-5.70498872745e-3f);
+  p = p * square + V(2.06390887954e-2f);
+  p = p * square + V(-5.37397155531e-2f);
+  p = p * square + V(1.33314422036e-1f);
+  p = p * square + V(-3.33332819422e-1f);
+  V near = p * square * x + x;
+  V magnitude = abs(x);
+  V far = V(1.0f) - V(2.0f) / (exp2(magnitude * V(2.0 * kLog2e)) + V(1.0f));
+  far = select(x < V(0.0f), V(0.0f) - far, far);
+  return select(V(0.625f) <= magnitude, far, near);
+}
+
+// Conversions of single elements.
+INLINE float to_float(float x) { return x; }
+INLINE double to_float(double x) { return x; }
+INLINE float to_float(bool attend) { return attend ? 0.0f : kHidden; }
+INLINE float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+INLINE float to_float(f16 x) {
+  // The exponent is rebased by a multiplication, which also normalises subnormals.
+  uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
+  float y;
+  std::memcpy(&y, &magnitude, 4);
+  y *= 0x1p112f;
+  uint32_t bits;
+  std::memcpy(&bits, &y, 4);
+  if (magnitude >= 0x0f800000) bits |= 0x7f800000;  // infinity or NaN
+  bits |= uint32_t(x.bits & 0x8000) << 16;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+template <class T> INLINE T from_float(Accumulate<T> x) { return x; }
+template <> INLINE bf16 from_float<bf16>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return {uint16_t((bits >> 16) | 0x40)};
+  return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+template <> INLINE f16 from_float<f16>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  uint16_t sign = uint16_t((bits >> 16) & 0x8000);
+  uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+  if (magnitude >= 0x477ff000) return {uint16_t(sign | 0x7c00)};  // rounds to 65536 or more
+  if (magnitude < 0x38800000) {                                   // subnormal: let an addition do the rounding
+    float y;
+    std::memcpy(&y, &magnitude, 4);
+    y += 0.5f;
+    std::memcpy(&magnitude, &y, 4);
+    return {uint16_t(sign | (magnitude - 0x3f000000))};
+  }
+  magnitude += 0xfff + ((magnitude >> 13) & 1) - 0x38000000;
+  return {uint16_t(sign | (magnitude >> 13))};
+}
+
+// A vector of T, widened.
+INLINE Vec<float> load(const float* p) { return Vec<float>::load(p); }
+INLINE Vec<double> load(const double* p) { return Vec<double>::load(p); }
+INLINE Vec<float> load(const bf16* p) {
+  Native<uint16_t, kVectorBytes / 2>::type narrow;
+  std::memcpy(&narrow, p, sizeof(narrow));
+  auto wide = __builtin_convertvector(narrow, Vec<float>::Integers) << 16;
+  return reinterpret_cast<Vec<float>::Elements>(wide);
+}
+INLINE Vec<float> load(const f16* p) {
+#if FLASHSOFTMAX_VECTOR_BYTES == 64
+  return Vec<float>(Vec<float>::Elements(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
+#elif FLASHSOFTMAX_VECTOR_BYTES == 32
+  return Vec<float>(Vec<float>::Elements(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#else
+  Vec<float> x;
+  unroll<Vec<float>::lanes>([&](auto i) { x.v[i()] = to_float(p[i]); });
+  return x;
+#endif
+}
+template <class T> INLINE Vec<Accumulate<T>> load(const T* p, int64_t count) {  // the first count lanes, 0 beyond
+  T padded[Vec<Accumulate<T>>::lanes] = {};
+  std::memcpy(padded, p, count * sizeof(T));
+  return load(padded);
+}
+
+INLINE void store(Vec<float> x, float* p) { x.store(p); }
+INLINE void store(Vec<double> x, double* p) { x.store(p); }
+INLINE void store(Vec<float> x, bf16* p) {
+  using I = Vec<float>::Integers;
+  I bits = reinterpret_cast<I>(x.v);
+  I rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  I narrow = (x.v == x.v) ? rounded : ((bits >> 16) | 0x40);
+  auto halves = __builtin_convertvector(narrow, Native<uint16_t, kVectorBytes / 2>::type);
+  std::memcpy(p, &halves, sizeof(halves));
+}
+INLINE void store(Vec<float> x, f16* p) {
+#if FLASHSOFTMAX_VECTOR_BYTES == 64
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xffff, __m512(x.v), _MM_FROUND_TO_NEAREST_INT));
+#elif FLASHSOFTMAX_VECTOR_BYTES == 32
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(__m256(x.v), _MM_FROUND_TO_NEAREST_INT));
+#else
+  unroll<Vec<float>::lanes>([&](auto i) { p[i] = from_float<f16>(x.v[i()]); });
+#endif
+}
+
+// [a0 b0 a1 b1 ...] of the low or of the high halves.
+template <class A, int... i> INLINE Vec<A> interleave(Vec<A> a, Vec<A> b, int start, std::integer_sequence<int, i...>) {
+  using I = typename Vec<A>::Integers;
+  constexpr int n = Vec<A>::lanes;
+  if (start) return __builtin_shuffle(a.v, b.v, I{(i / 2 + n / 2 + (i % 2) * n)...});
+  return __builtin_shuffle(a.v, b.v, I{(i / 2 + (i % 2) * n)...});
+}
+template <class A> INLINE Vec<A> interleave_low(Vec<A> a, Vec<A> b) {
+  return interleave(a, b, 0, std::make_integer_sequence<int, Vec<A>::lanes>{});
+}
+template <class A> INLINE Vec<A> interleave_high(Vec<A> a, Vec<A> b) {
+  return interleave(a, b, 1, std::make_integer_sequence<int, Vec<A>::lanes>{});
+}
+
+// rows[i] lane j <-> rows[j] lane i: log2(lanes) perfect shuffles.
+template <class A> INLINE void transpose(Vec<A> (&rows)[Vec<A>::lanes]) {
+  constexpr int n = Vec<A>::lanes;
+  for (int step = 1; step < n; step *= 2) {
+    Vec<A> shuffled[n];
+    unroll<n / 2>([&](auto i) {
+      shuffled[2 * i] = interleave_low(rows[i], rows[i + n / 2]);
+      shuffled[2 * i + 1] = interleave_high(rows[i], rows[i + n / 2]);
+    });
+    unroll<n>([&](auto i) { rows[i] = shuffled[i]; });
+  }
+}
+
+// Lane i of the result is the sum over the lanes of rows[i].
+template <class A, int n = Vec<A>::lanes> INLINE Vec<A> sum_lanes(Vec<A> (&rows)[Vec<A>::lanes]) {
+  unroll<n / 2>([&](auto i) {
+    rows[i] = interleave_low(rows[i], rows[i + n / 2]) + interleave_high(rows[i], rows[i + n / 2]);
+  });
+  if constexpr (n > 2) return sum_lanes<A, n / 2>(rows);
+  return rows[0];
+}
+
+}  // namespace flashsoftmax::FLASHSOFTMAX_ISA

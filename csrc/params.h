@@ -1,0 +1,120 @@
+// What a kernel is told: pointers, strides, sizes. No torch and no CUDA types.
+#pragma once
+
+#include <cstdint>
+
+#include "mask.h"
+
+namespace flashsoftmax {
+
+enum class DType : int32_t { f16, bf16, f32, f64, boolean };
+
+// A tensor of 4 dimensions (batch, head, row, dim). Strides are in elements and may be 0.
+struct Tensor4 {
+  void* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0, dim = 0;
+
+  FLASHSOFTMAX_INLINE int64_t offset(int64_t b, int64_t h, int64_t i) const { return b * batch + h * head + i * row; }
+};
+
+// A vector of int32 or int64.
+struct IntVector {
+  const void* data = nullptr;
+  int64_t stride = 0;
+  bool is_int64 = false;
+
+  FLASHSOFTMAX_INLINE explicit operator bool() const { return data != nullptr; }
+  // The vector that begins count elements of memory further on.
+  FLASHSOFTMAX_INLINE IntVector advanced(int64_t count) const {
+    return {static_cast<const char*>(data) + count * (is_int64 ? 8 : 4), stride, is_int64};
+  }
+  FLASHSOFTMAX_INLINE int64_t operator[](int64_t i) const {
+    return is_int64 ? static_cast<const int64_t*>(data)[i * stride] : static_cast<const int32_t*>(data)[i * stride];
+  }
+};
+
+// A vector over the query heads, float or double as the statistics are; absent where data is null.
+struct HeadVector {
+  const void* data = nullptr;
+  int64_t stride = 0;
+
+  template <class A> FLASHSOFTMAX_INLINE A at(int64_t h) const { return static_cast<const A*>(data)[h * stride]; }
+};
+
+struct AttentionParams {
+  DType dtype;
+  // query, out [batch, heads_q, rows, head_dim | head_dim_v]; key, value [batch, heads_kv, rows, head_dim | head_dim_v].
+  // varlen: batch is 1, the sequences follow each other as rows. paged: key, value [pages, heads_kv, page_size, ...].
+  Tensor4 query, key, value, out;
+  Tensor4 lse;  // [batch, heads_q, rows], float (double for f64)
+
+  int64_t sequences, heads_q, heads_kv, head_dim, head_dim_v;
+  int64_t seqlen_q, seqlen_k;            // of a sequence: in varlen of the longest, in paged what the block table can hold
+  int64_t rows_q;                        // of query, out and lse
+  IntVector kv_lens;                     // [sequences], absent: seqlen_k
+  IntVector cu_seqlens_q, cu_seqlens_k;  // [sequences + 1], varlen only
+  IntVector block_table;                 // [sequences][block_table_row], paged only
+  int64_t block_table_row = 0, page_size = 0;
+
+  double scale, softcap;  // softcap 0: off
+  Window window;
+  bool has_q_offset;
+  int64_t q_offset;
+  HeadVector alibi_slopes, sinks;
+  Tensor4 mask;  // broadcast by strides of 0; dim is the key. Absent where data is null
+  DType mask_dtype;
+  int64_t split_size;  // keys a split
+
+  FLASHSOFTMAX_INLINE int64_t group() const { return heads_q / heads_kv; }
+};
+
+// Where one sequence lies in the tensors, and which keys its queries see.
+struct Sequence {
+  int64_t q_batch, q_row, q_len, k_batch, k_row;
+  Band band;
+};
+
+FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
+  Sequence s{b, 0, p.seqlen_q, b, 0, {}};
+  int64_t k_len = p.seqlen_k;
+  if (p.cu_seqlens_q) {
+    s.q_batch = s.k_batch = 0;
+    s.q_row = p.cu_seqlens_q[b];
+    s.q_len = p.cu_seqlens_q[b + 1] - s.q_row;
+    s.k_row = p.cu_seqlens_k[b];
+    k_len = p.cu_seqlens_k[b + 1] - s.k_row;
+  }
+  if (p.kv_lens) k_len = p.kv_lens[b];
+  s.band = {p.has_q_offset ? p.q_offset : k_len - s.q_len, p.window, k_len};
+  return s;
+}
+
+struct AttentionGradParams {
+  AttentionParams forward;
+  Tensor4 grad_out;       // absent where data is null
+  Tensor4 grad_lse;       // [batch, heads_q, rows], float (double for f64); absent where data is null
+  Tensor4 grad_query, grad_key, grad_value;
+  Tensor4 grad_mask;      // [batch, heads_q, rows, keys], float (double for f64), zeroed; absent where data is null
+  void* grad_sinks;       // [heads_q], float (double for f64); may be null
+};
+
+// Merge of states (out, lse) for disjoint keys, all of the same shape.
+struct MergeState {
+  Tensor4 out;  // [batch, heads, rows, dim]
+  Tensor4 lse;  // [batch, heads, rows], float (double for f64)
+};
+
+struct MergeParams {
+  DType dtype;
+  int64_t batch, heads, rows, dim, states;
+  const MergeState* inputs;  // [states]
+  MergeState output;
+};
+
+struct MergeGradParams {
+  MergeParams forward;
+  MergeState grad_output;        // either may be absent
+  const MergeState* grad_inputs; // [states]
+};
+
+}  // namespace flashsoftmax

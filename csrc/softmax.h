@@ -1,0 +1,86 @@
+// The online softmax recurrence. Nothing else in this project spells it out.
+//
+// Softmax over a set of keys is a monoid. For scores s_i and values v_i the state is
+//     m = max s_i,    l = sum e^(s_i - m),    a = sum e^(s_i - m) v_i,
+// the states of two disjoint sets merge, and (-inf, 0, 0) is the identity. The output is a / l, and
+// lse = m + ln l is all that a later merge or the backward needs.
+//
+// m and l live here. The accumulator a lives wherever a kernel keeps it (vector registers, an MMA fragment, a
+// row of a split) and follows by the factor that each function returns. N is float, double, or a vector of them.
+//
+// Scores are in natural units and are scaled before they are compared, so the largest weight of a row is exactly 1
+// and its lse carries no change of units: a row of scores near 1e11 keeps its output and its gradient.
+#pragma once
+
+#include <cmath>
+
+#ifdef __CUDACC__
+#define FLASHSOFTMAX_INLINE __host__ __device__ __forceinline__
+#else
+#define FLASHSOFTMAX_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace flashsoftmax {
+
+constexpr double kLog2e = 1.4426950408889634;
+// The score of a hidden key, and so m and lse of a row that has seen none.
+constexpr float kHidden = -HUGE_VALF;
+
+// What the recurrence and the scores ask of a scalar; cpu/vec.h has the same for vectors.
+FLASHSOFTMAX_INLINE float exp2(float x) { return ::exp2f(x); }
+FLASHSOFTMAX_INLINE double exp2(double x) { return ::exp2(x); }
+FLASHSOFTMAX_INLINE float log(float x) { return ::logf(x); }
+FLASHSOFTMAX_INLINE double log(double x) { return ::log(x); }
+FLASHSOFTMAX_INLINE float tanh(float x) { return ::tanhf(x); }
+FLASHSOFTMAX_INLINE double tanh(double x) { return ::tanh(x); }
+FLASHSOFTMAX_INLINE float abs(float x) { return ::fabsf(x); }
+FLASHSOFTMAX_INLINE double abs(double x) { return ::fabs(x); }
+template <class A> FLASHSOFTMAX_INLINE A max(A a, A b) { return a > b ? a : b; }
+template <class A> FLASHSOFTMAX_INLINE A select(bool condition, A a, A b) { return condition ? a : b; }
+
+template <class N> struct State {
+  N m = N(kHidden);
+  N l = N(0);
+};
+
+// e^(score - m) of a key. A row that has seen no key has m = -inf, and -inf - -inf is NaN: here is the guard.
+template <class N> FLASHSOFTMAX_INLINE N weight(N score, N m) {
+  N reference = select(m == N(kHidden), N(0), m);
+  return exp2((score - reference) * N(kLog2e));
+}
+
+// Makes room for scores up to tile_max. l is rescaled here; multiply a by the factor returned.
+template <class N> FLASHSOFTMAX_INLINE N raise(State<N>& state, N tile_max) {
+  N m = max(state.m, tile_max);
+  N alpha = weight(state.m, m);
+  state = {m, state.l * alpha};
+  return alpha;
+}
+
+template <class N> struct Factors {
+  N into, from;
+};
+
+// into := into + from, for disjoint keys. Then a = a_into * factors.into + a_from * factors.from.
+template <class N> FLASHSOFTMAX_INLINE Factors<N> merge(State<N>& into, const State<N>& from) {
+  Factors<N> factors;
+  factors.into = raise(into, from.m);
+  factors.from = weight(from.m, into.m);
+  into.l = into.l + from.l * factors.from;
+  return factors;
+}
+
+// a is to be multiplied by this. An empty row has output 0; a NaN in l stays.
+template <class N> FLASHSOFTMAX_INLINE N inverse_sum(const State<N>& state) {
+  return select(state.l == N(0), N(0), N(1) / state.l);
+}
+
+template <class N> FLASHSOFTMAX_INLINE N lse(const State<N>& state) { return state.m + log(state.l); }
+
+// The state of a finished row, whose a is its output. An infinite lse, of either sign, is that of an empty row.
+template <class N> FLASHSOFTMAX_INLINE State<N> from_lse(N lse) {
+  State<N> state{lse, N(1)};
+  return lse == N(kHidden) || lse == N(-kHidden) ? State<N>{} : state;
+}
+
+}  // namespace flashsoftmax

@@ -1,0 +1,344 @@
+"""The inputs that every kernel is held to. A case says what it is about in its id; the rest is kept small.
+
+`Case.inputs` makes the arguments of flashsoftmax.attention (and of reference.attention, but for split_size).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from checks import is_real
+
+NAN = float("nan")
+
+
+def stored(x: Tensor, size: tuple[int, ...], view: Callable[[Tensor], Tensor]) -> Tensor:
+    """x's values in a part, chosen by `view`, of a buffer that is NaN elsewhere."""
+    buffer = torch.full(size, NAN if x.is_floating_point() else 1, dtype=x.dtype, device=x.device)
+    view(buffer).copy_(x)
+    return view(buffer)
+
+
+def stored_at(offset: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: stored(x, (x.numel() + offset,), lambda buffer: buffer[offset:].view(x.shape))
+
+
+# The same values, stored in other ways. Each takes a contiguous [batch, heads, rows, dim].
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "offset-1": stored_at(1),
+    "offset-2": stored_at(2),
+    "offset-3": stored_at(3),
+    "heads-in-rows": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "rows-outermost": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "dim-not-last": lambda x: x.mT.contiguous().mT,
+    "every-other-element": lambda x: stored(x, (*x.shape[:3], 2 * x.shape[3]), lambda b: b[..., ::2]),
+    "every-third-row": lambda x: stored(
+        x, (*x.shape[:2], 3 * x.shape[2], x.shape[3]), lambda b: b[:, :, 1::3]
+    ),
+    "padded-rows": lambda x: stored(x, (*x.shape[:3], x.shape[3] + 3), lambda b: b[..., 1:-2]),
+    "one-of-qkv": lambda x: stored(
+        x, (x.shape[0], x.shape[2], 3, x.shape[1], x.shape[3]), lambda b: b[:, :, 1].transpose(1, 2)
+    ),
+    "odd-strides-of-size-1": lambda x: x.as_strided(
+        x.shape, [stride if size > 1 else 7 for size, stride in zip(x.shape, x.stride(), strict=True)]
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    id: str
+    batch: int = 1
+    heads: tuple[int, int] = (2, 2)  # of queries, of keys
+    rows: int = 40
+    keys: int = 72
+    dim: int = 64
+    value_dim: int | None = None  # None: dim
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    mask: str | None = None  # see MASKS
+    q_offset: int | None = None
+    kv_lens: tuple[int, ...] | None = None  # what lies beyond is NaN
+    split_size: int | None = None
+    layout: str = "contiguous"  # of query, key and value; see LAYOUTS
+    scores: str = "random"  # see SCORES
+
+    def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict:
+        (query_heads, key_heads), value_dim = (
+            self.heads,
+            self.dim if self.value_dim is None else self.value_dim,
+        )
+        query = torch.randn(self.batch, query_heads, self.rows, self.dim)
+        key = torch.randn(self.batch, key_heads, self.keys, self.dim)
+        value = torch.randn(self.batch, key_heads, self.keys, value_dim)
+        SCORES[self.scores](query, key)
+        options = {"causal": self.causal, "window": self.window, "scale": self.scale, "softcap": self.softcap}
+        options |= {"q_offset": self.q_offset}
+        tensors = {"query": query, "key": key, "value": value}
+        if self.mask:
+            tensors["attn_mask"] = MASKS[self.mask](self.batch, query_heads, self.rows, self.keys)
+        if self.alibi:
+            tensors["alibi_slopes"] = 2.0 ** -torch.arange(1, query_heads + 1)
+        if self.sinks:
+            tensors["sinks"] = torch.randn(query_heads)
+        if self.kv_lens:
+            tensors["kv_lens"] = torch.tensor(self.kv_lens)
+            for x in (key, value):
+                for sequence, length in zip(x, self.kv_lens, strict=True):
+                    sequence[:, length:] = NAN
+            if is_real(mask := tensors.get("attn_mask")) and mask.shape[0] == self.batch:
+                for rows, length in zip(mask, self.kv_lens, strict=True):
+                    rows[..., length:] = NAN
+        tensors = {
+            name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()
+        }
+        tensors |= {name: LAYOUTS[self.layout](tensors[name]) for name in ("query", "key", "value")}
+        return tensors | options
+
+    def call(self, attention: Callable) -> Callable:
+        return lambda **inputs: attention(**inputs, split_size=self.split_size, return_lse=True)
+
+
+def bias_keys(bias: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], None]:
+    """Gives key j about the score bias(j / keys) over all queries."""
+
+    def apply(query: Tensor, key: Tensor) -> None:
+        query[..., 0] = 1
+        key[..., 0] = bias(torch.arange(key.shape[2]) / key.shape[2]) * key.shape[3] ** 0.5
+
+    return apply
+
+
+SCORES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "random": lambda query, key: None,
+    "large": lambda query, key: (query.mul_(5), key.mul_(5)),
+    "rising": bias_keys(lambda at: 60 * at),
+    "falling": bias_keys(lambda at: -60 * at),
+    "peak-first": bias_keys(lambda at: 30.0 * (at == 0)),
+    "peak-middle": bias_keys(lambda at: 30.0 * (at == 0.5)),
+    "peak-last": bias_keys(lambda at: 30.0 * (at == at[-1:])),
+    "all-at-minus-300": bias_keys(lambda at: torch.full_like(at, -300)),
+    "all-at-plus-300": bias_keys(lambda at: torch.full_like(at, 300)),
+}
+
+
+def hides_blocks(*shape: int) -> Tensor:
+    """A bool mask that also hides leading tiles whole, and every key of a middle row and of the last."""
+    mask = torch.rand(shape) < 0.7
+    mask[..., : shape[-2] // 3, : 2 * shape[-1] // 3] = False
+    mask[..., shape[-2] // 2, :] = False
+    mask[..., -1, :] = False
+    return mask
+
+
+MASKS: dict[str, Callable[[int, int, int, int], Tensor]] = {
+    "bool": lambda b, h, m, n: hides_blocks(b, h, m, n),
+    "bool-2d": lambda b, h, m, n: hides_blocks(m, n),
+    "bool-heads": lambda b, h, m, n: hides_blocks(1, h, m, n),
+    "bool-keys": lambda b, h, m, n: torch.rand(b, 1, 1, n) < 0.6,
+    "bool-keys-expanded": lambda b, h, m, n: (torch.rand(b, 1, 1, n) < 0.6).expand(b, h, m, n),
+    "bool-rows": lambda b, h, m, n: torch.rand(b, 1, m, 1) < 0.6,
+    "bool-all": lambda b, h, m, n: torch.ones(1, 1, 1, n, dtype=torch.bool).expand(b, h, m, n),
+    "bool-transposed": lambda b, h, m, n: hides_blocks(h, n, m).mT,
+    "float": lambda b, h, m, n: torch.randn(b, h, m, n),
+    "float-2d": lambda b, h, m, n: torch.randn(m, n),
+    "float-3d": lambda b, h, m, n: torch.randn(h, m, 1),
+    "float-keys": lambda b, h, m, n: 3 * torch.randn(b, 1, 1, n),
+    "float-scalar": lambda b, h, m, n: torch.randn(1, 1),
+    "float-hides": lambda b, h, m, n: torch.randn(b, 1, m, n).masked_fill(
+        ~hides_blocks(b, 1, m, n), -torch.inf
+    ),
+}
+
+CASES = [
+    # Lengths and head dims, on both sides of every tile there may be.
+    Case("1x1", rows=1, keys=1),
+    Case("9x9-dim-63", rows=9, keys=9, dim=63),
+    Case("12x12-dim-72", rows=12, keys=12, dim=72),
+    Case("63x63-dim-80", rows=63, keys=63, dim=80, causal=True),
+    Case("65x65-dim-96", rows=65, keys=65, dim=96, causal=True),
+    Case("127x127-dim-128", rows=127, keys=127, dim=128, causal=True),
+    Case("129x129-dim-32", rows=129, keys=129, dim=32, causal=True),
+    Case("64x64-dim-256", rows=64, keys=64, dim=256, causal=True),
+    Case("17x1", rows=17, keys=1),
+    Case("1x65", rows=1, keys=65),
+    Case("65x12-dim-1", rows=65, keys=12, dim=1),
+    Case("129x63-dim-7", rows=129, keys=63, dim=7),
+    Case("33x700-dim-8", rows=33, keys=700, dim=8, heads=(1, 1)),
+    Case("dim-64-value-dim-128", dim=64, value_dim=128),
+    Case("dim-128-value-dim-64", dim=128, value_dim=64, causal=True),
+    Case("dim-192-value-dim-128", heads=(4, 1), dim=192, value_dim=128, causal=True),
+    Case("dim-1-value-dim-256", dim=1, value_dim=256),
+    Case("dim-72-value-dim-5", dim=72, value_dim=5, heads=(6, 2)),
+    # Heads.
+    Case("heads-6-2", batch=2, heads=(6, 2)),
+    Case("heads-5-1-causal", batch=2, heads=(5, 1), causal=True),
+    Case("heads-12-2-group-6", heads=(12, 2), dim=16),
+    Case("heads-7-1", heads=(7, 1), dim=16, causal=True),
+    Case("heads-12-1", heads=(12, 1), dim=16),
+    Case("heads-14-2-group-7-one-row", heads=(14, 2), rows=1, keys=200),
+    # Which keys a row sees.
+    Case("causal-more-rows-than-keys", rows=100, keys=70, causal=True),
+    Case("causal-one-more-row-than-keys", rows=66, keys=65, causal=True),
+    Case("causal-offset-0", rows=40, keys=90, causal=True, q_offset=0),
+    Case("causal-offset-negative", rows=80, keys=90, causal=True, q_offset=-20),
+    Case("causal-offset-beyond-all-keys", rows=20, keys=30, causal=True, q_offset=500),
+    Case("window-8-0", rows=150, keys=150, dim=16, window=(8, 0)),
+    Case("window-64-0-first-tiles-hidden", rows=40, keys=300, dim=16, window=(64, 0)),
+    Case("window-0-0", rows=70, keys=70, window=(0, 0)),
+    Case("window-0-none", rows=33, keys=70, window=(0, None)),
+    Case("window-none-0", rows=33, keys=70, window=(None, 0)),
+    Case("window-none-3", rows=70, keys=70, window=(None, 3)),
+    Case("window-5-7-more-rows-than-keys", rows=100, keys=60, window=(5, 7)),
+    Case("window-none-none", window=(None, None)),
+    Case("window-3-none-causal", rows=70, keys=70, window=(3, None), causal=True),
+    Case("window-wider-than-all", rows=20, keys=30, window=(2**31, 2**31)),
+    Case("window-beyond-all-keys", rows=20, keys=30, window=(4, 4), q_offset=100),
+    Case("lengths", batch=5, keys=70, kv_lens=(0, 1, 33, 65, 70)),
+    Case("lengths-causal", batch=5, heads=(4, 2), rows=40, keys=70, causal=True, kv_lens=(70, 0, 39, 41, 1)),
+    Case(
+        "lengths-window-offset", batch=3, rows=20, keys=90, window=(30, 2), q_offset=40, kv_lens=(90, 45, 30)
+    ),
+    # Masks.
+    Case("mask-bool", batch=2, mask="bool"),
+    Case("mask-bool-2d", batch=2, rows=130, keys=140, dim=16, mask="bool-2d"),
+    Case("mask-bool-heads-gqa", batch=2, heads=(4, 2), mask="bool-heads"),
+    Case("mask-bool-keys-causal", batch=2, mask="bool-keys", causal=True),
+    Case("mask-bool-keys-expanded", batch=2, mask="bool-keys-expanded"),
+    Case("mask-bool-rows", batch=2, mask="bool-rows"),
+    Case("mask-bool-transposed", mask="bool-transposed"),
+    Case("mask-float", batch=2, mask="float"),
+    Case("mask-float-2d", batch=2, heads=(4, 2), mask="float-2d", causal=True),
+    Case("mask-float-3d", batch=2, mask="float-3d"),
+    Case("mask-float-keys", batch=2, mask="float-keys"),
+    Case("mask-float-scalar", batch=2, mask="float-scalar"),
+    Case("mask-float-hides", batch=2, rows=70, keys=140, mask="float-hides"),
+    # Scores.
+    Case("scale-1", dim=16, scale=1.0),
+    Case("scale-negative", scale=-0.2, causal=True),
+    Case("scale-0", scale=0.0),
+    Case("softcap", softcap=2.0),
+    Case("softcap-mask-bool", softcap=1.5, mask="bool", causal=True),
+    Case("softcap-mask-float", softcap=1.5, mask="float"),
+    Case("softcap-scores-large", softcap=20.0, scores="large"),
+    Case("alibi", heads=(4, 2), alibi=True),
+    Case("alibi-causal-offset", heads=(4, 4), alibi=True, causal=True, q_offset=7),
+    Case("alibi-lengths", batch=3, heads=(3, 1), alibi=True, kv_lens=(72, 40, 3)),
+    Case("sinks", batch=2, heads=(4, 2), sinks=True),
+    Case("sinks-causal-more-rows-than-keys", rows=70, keys=40, sinks=True, causal=True),
+    Case("sinks-mask-lengths", batch=3, sinks=True, mask="bool", kv_lens=(72, 0, 30)),
+    Case("scores-large", rows=70, keys=300, scores="large"),
+    Case("scores-rising", rows=33, keys=400, dim=16, scores="rising"),
+    Case("scores-falling", rows=33, keys=400, dim=16, scores="falling"),
+    Case("scores-peak-first", rows=33, keys=400, dim=16, scores="peak-first"),
+    Case("scores-peak-middle", rows=33, keys=400, dim=16, scores="peak-middle"),
+    Case("scores-peak-last", rows=33, keys=400, dim=16, scores="peak-last"),
+    Case("scores-at-minus-300", rows=70, keys=200, dim=16, causal=True, scores="all-at-minus-300"),
+    Case("scores-at-plus-300", rows=70, keys=200, dim=16, scores="all-at-plus-300"),
+    Case("scores-at-minus-300-sinks", rows=20, keys=70, dim=16, sinks=True, scores="all-at-minus-300"),
+    # Few rows: keys are split, partial states are merged.
+    Case("decode-1", batch=2, heads=(8, 2), rows=1, keys=1000, dim=16),
+    Case("decode-1-dim-128", heads=(2, 1), rows=1, keys=513, dim=128),
+    Case("decode-2-dim-72", heads=(2, 1), rows=2, keys=300, dim=72, value_dim=40, split_size=64),
+    Case("decode-5-causal", heads=(4, 2), rows=5, keys=300, dim=32, causal=True, split_size=64),
+    Case("decode-16-causal", heads=(2, 2), rows=16, keys=257, dim=32, causal=True, split_size=32),
+    Case("decode-17-causal", heads=(2, 2), rows=17, keys=257, dim=32, causal=True, split_size=32),
+    Case("decode-split-1", rows=1, keys=37, dim=8, split_size=1),
+    Case("decode-split-larger-than-keys", rows=3, keys=37, dim=8, split_size=1000),
+    Case("decode-window-most-splits-empty", rows=1, keys=300, dim=32, window=(8, 0), split_size=16),
+    Case(
+        "decode-lengths",
+        batch=4,
+        heads=(6, 2),
+        rows=1,
+        keys=300,
+        dim=32,
+        kv_lens=(0, 1, 150, 300),
+        split_size=64,
+    ),
+    Case(
+        "decode-lengths-causal",
+        batch=3,
+        heads=(6, 2),
+        rows=4,
+        keys=200,
+        dim=32,
+        causal=True,
+        kv_lens=(2, 65, 200),
+        split_size=64,
+    ),
+    Case("decode-sinks", heads=(6, 3), rows=2, keys=300, dim=16, sinks=True, split_size=32),
+    Case(
+        "decode-alibi-softcap", heads=(4, 2), rows=3, keys=300, dim=16, alibi=True, softcap=3.0, split_size=64
+    ),
+    Case("decode-mask-bool", batch=2, rows=4, keys=200, dim=16, mask="bool", split_size=32),
+    Case("decode-mask-float-hides", batch=2, rows=4, keys=200, dim=16, mask="float-hides", split_size=32),
+    Case("decode-scores-at-minus-300", rows=2, keys=300, dim=16, scores="all-at-minus-300", split_size=64),
+    Case("decode-scores-rising", rows=2, keys=300, dim=16, scores="rising", split_size=64),
+    Case("decode-scores-peak-first", rows=1, keys=300, dim=16, scores="peak-first", split_size=64),
+    # Layouts; test_layout.py has the rest.
+    Case("layout-heads-in-rows", batch=2, heads=(4, 2), layout="heads-in-rows", causal=True),
+    Case("layout-dim-not-last", batch=2, heads=(4, 2), layout="dim-not-last"),
+    Case(
+        "layout-heads-in-rows-decode",
+        batch=2,
+        heads=(4, 2),
+        rows=1,
+        keys=130,
+        layout="heads-in-rows",
+        split_size=64,
+    ),
+    # All at once.
+    Case(
+        "all-features",
+        batch=3,
+        heads=(6, 2),
+        rows=70,
+        keys=150,
+        dim=40,
+        value_dim=24,
+        window=(60, 9),
+        scale=0.3,
+        softcap=2.5,
+        alibi=True,
+        sinks=True,
+        mask="float-hides",
+        q_offset=50,
+        kv_lens=(150, 66, 100),
+        layout="one-of-qkv",
+    ),
+    Case(
+        "all-features-decode",
+        batch=3,
+        heads=(6, 2),
+        rows=3,
+        keys=150,
+        dim=40,
+        value_dim=24,
+        causal=True,
+        window=(100, None),
+        scale=0.3,
+        softcap=2.5,
+        alibi=True,
+        sinks=True,
+        mask="bool",
+        kv_lens=(150, 66, 0),
+        split_size=32,
+        layout="one-of-qkv",
+    ),
+]
+
+LONG = Case("4095x4095", heads=(1, 1), rows=4095, keys=4095, dim=64, causal=True)
+
+assert len({case.id for case in CASES}) == len(CASES)
+
+
+def case(name: str) -> Case:
+    return next(case for case in CASES if case.id == name)

@@ -1,0 +1,46 @@
+import pytest
+import torch
+
+import flashsoftmax  # noqa: F401  (before anything asks which kernels there are)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def no_cuda(operator: str) -> str | None:
+    """Why `operator` cannot run on a GPU here, or None where it can."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"flashsoftmax::{operator}", "CUDA"):
+        return f"{operator} has no CUDA kernel in this build"
+    return None
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    """Each device there may be. A module about another operator than attention names it: OPERATOR = ..."""
+    reason = no_cuda(getattr(request.module, "OPERATOR", "attention")) if request.param == "cuda" else None
+    if reason:
+        pytest.skip(reason)
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seeded_and_poisoned():
+    """Random numbers are the same in every run; memory that torch hands out uninitialised holds NaN."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -1,0 +1,89 @@
+"""Dense attention, short enough to be believed.
+
+`attention` computes in the dtype of its query and lets autograd find the gradients. In float64 it is the
+reference. In the dtype under test it is the naive computation, whose error measures what error is allowed.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def scores(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_offset: int | None = None,
+    kv_lens: Tensor | None = None,
+) -> Tensor:
+    """[batch, heads, rows, keys + 1]. The last key is the sink, of score -inf where there is none."""
+    (batch, heads, rows, dim), keys, device = query.shape, key.shape[2], query.device
+    lengths = torch.full((batch,), keys) if kv_lens is None else kv_lens
+    lengths = lengths.to(device).view(batch, 1, 1, 1)
+    i, j = torch.arange(rows, device=device)[:, None], torch.arange(keys, device=device)
+    distance = i + (lengths - rows if q_offset is None else q_offset) - j
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    visible = j < lengths
+    if left is not None:
+        visible = visible & (distance <= left)
+    if right is not None:
+        visible = visible & (distance >= -right)
+
+    s = query @ per_query_head(query, key, kv_lens).mT * (max(dim, 1) ** -0.5 if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.to(s).view(-1, 1, 1) * distance.abs()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        visible = visible & attn_mask
+    elif attn_mask is not None:
+        s = s + attn_mask.to(s)
+    s = s.masked_fill(~visible, -torch.inf)
+    sink = torch.full((heads,), -torch.inf) if sinks is None else sinks
+    return torch.cat([s, sink.to(s).view(-1, 1, 1).expand(batch, heads, rows, 1)], -1)
+
+
+def per_query_head(query: Tensor, x: Tensor, kv_lens: Tensor | None) -> Tensor:
+    """Keys or values as each query head reads them. What lies beyond kv_lens is not read: it is 0 here."""
+    if kv_lens is not None:
+        beyond = torch.arange(x.shape[2], device=x.device) >= kv_lens.to(x.device)[:, None]
+        x = x.masked_fill(beyond[:, None, :, None], 0)
+    return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+
+
+def attention(query, key, value, attn_mask=None, *, softmax=None, **options) -> tuple[Tensor, Tensor]:
+    s = scores(query, key, attn_mask, **options)
+    v = pad(per_query_head(query, value, options.get("kv_lens")), (0, 0, 0, 1))
+    if softmax is not None:
+        return softmax(s, v)
+    masked = (s == -torch.inf).all(-1, keepdim=True)
+    s = s.masked_fill(masked, 0)
+    return torch.softmax(s, -1).masked_fill(masked, 0) @ v, torch.logsumexp(s, -1).masked_fill(
+        masked[..., 0], -torch.inf
+    )
+
+
+class Textbook(torch.autograd.Function):
+    """The textbook's backward, densely: P from a float32 lse, dS = P (dP - sum(dO O) + dlse)."""
+
+    @staticmethod
+    def forward(ctx, s, v):
+        lse = torch.logsumexp(s.float(), -1)
+        p = torch.exp(s.float() - lse[..., None]).masked_fill(lse[..., None] == -torch.inf, 0).to(s.dtype)
+        out = p @ v
+        ctx.save_for_backward(p, v, out)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        p, v, out = ctx.saved_tensors
+        delta = (grad_out * out).sum(-1) - grad_lse.to(p.dtype)
+        return p * (grad_out @ v.mT - delta[..., None]), p.mT @ grad_out

@@ -1,0 +1,164 @@
+"""Gradients against those of dense FP64 attention."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import reference
+from cases import CASES, LAYOUTS, LONG, Case, case
+from checks import assert_same_bits, check_backward, gradients, is_real, random_gradients
+from flashsoftmax import attention
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_matches_dense_attention(case, dtype, device):
+    check_backward(case.call(attention), case.inputs(dtype, device), reference.attention)
+
+
+def test_long_rows(device):
+    inputs = Case("", heads=(1, 1), rows=LONG.rows // 8, keys=LONG.keys, dim=32, causal=True).inputs(
+        torch.float32, device
+    )
+    check_backward(LONG.call(attention), inputs)
+
+
+@pytest.mark.parametrize(
+    "name", ["heads-6-2", "sinks-mask-lengths", "mask-float-hides", "all-features", "decode-lengths-causal"]
+)
+def test_of_lse_alone(name, dtype, device):
+    """And the gradient of the values is 0: lse does not see them."""
+    inputs, call = case(name).inputs(dtype, device), case(name).call(attention)
+    found = check_backward(call, inputs, grads=(None, random_gradients(call, inputs)[1]))
+    assert not found[2].any()
+
+
+@pytest.mark.parametrize(
+    "name", ["heads-6-2", "sinks-mask-lengths", "mask-float-hides", "all-features", "decode-lengths-causal"]
+)
+def test_of_out_alone(name, dtype, device):
+    inputs, call = case(name).inputs(dtype, device), case(name).call(attention)
+    grad_out = random_gradients(call, inputs)[0]
+    found = check_backward(call, inputs, grads=(grad_out, None))
+    wrt = [name for name in ("query", "key", "value", "attn_mask", "sinks") if is_real(inputs.get(name))]
+    without_lse = gradients(
+        lambda **inputs: (attention(**inputs, split_size=case(name).split_size), None),
+        inputs,
+        (grad_out, None),
+        wrt,
+    )
+    assert_same_bits(found, without_lse)
+
+
+def test_of_lse_in_closed_form():
+    """lse.sum(): dQ = scale P K, dK = scale P' Q, dV = 0."""
+    q, k, v = (torch.randn(1, 1, 20, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    attention(q, k, v, return_lse=True)[1].sum().backward()
+    p = torch.softmax(q @ k.mT * 8**-0.5, -1)
+    assert_close(q.grad, 8**-0.5 * p @ k)
+    assert_close(k.grad, 8**-0.5 * p.mT @ q)
+    assert_same_bits(v.grad, torch.zeros_like(v))
+
+
+@pytest.mark.parametrize("wrt", ["query", "key", "value", "attn_mask", "sinks"])
+def test_of_one_input_alone_has_the_same_bits(wrt):
+    inputs, call = case("all-features").inputs(torch.float32), case("all-features").call(attention)
+    grads, names = random_gradients(call, inputs), ["query", "key", "value", "attn_mask", "sinks"]
+    together = dict(zip(names, gradients(call, inputs, grads, names), strict=True))
+    assert_same_bits(gradients(call, inputs, grads, [wrt])[0], together[wrt])
+
+
+def test_of_a_single_key_is_zero():
+    """A softmax over one key is constant, whatever the scores are."""
+    torch.manual_seed(352)
+    q, k, v = (3 * torch.randn(1, 1, 1, 16, dtype=torch.float16)).expand(3, 1, 1, 1, 16).unbind()
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    attention(q, k, v).sum().backward()
+    assert_close(q.grad, torch.zeros_like(q), rtol=0, atol=1e-4)
+    assert_close(k.grad, torch.zeros_like(k), rtol=0, atol=1e-4)
+    assert_close(v.grad, torch.ones_like(v), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_padded_tail_does_not_overflow_when_lse_is_far_below_zero(causal):
+    """exp(0 - lse) for a padding of score 0 would be inf."""
+    q, k, v = (torch.randn(1, 1, 704, 64) for _ in range(3))
+    q, k = 0.1 * q, 0.1 * k
+    q[..., 0], k[..., 0] = 1, -960
+    inputs = {"query": q.bfloat16(), "key": k.bfloat16(), "value": v.bfloat16(), "causal": causal}
+    call = Case("").call(attention)
+    if not causal:
+        lse = call(**inputs)[1]
+        assert_close(lse, torch.full_like(lse, -113.44), rtol=0, atol=0.1)
+    assert all(gradient.isfinite().all() for gradient in check_backward(call, inputs))
+
+
+class TestUpstreamGradient:
+    """Of any strides, for which it costs nothing to be right."""
+
+    inputs = Case("", batch=2, heads=(8, 1), rows=5, keys=20, dim=32, layout="heads-in-rows")
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_of_any_layout(self, layout, dtype):
+        inputs, call = self.inputs.inputs(dtype), self.inputs.call(attention)
+        grads = random_gradients(call, inputs)
+        wrt = ["query", "key", "value"]
+        contiguous = gradients(call, inputs, (grads[0].contiguous(), grads[1].contiguous()), wrt)
+        grads = (
+            LAYOUTS[layout](grads[0].contiguous()),
+            LAYOUTS[layout](grads[1].contiguous()[..., None])[..., 0],
+        )
+        assert_same_bits(gradients(call, inputs, grads, wrt), contiguous)
+
+    def test_whose_strides_are_all_zero(self, dtype):
+        inputs, call = Case("", heads=(5, 5), rows=2, keys=8, dim=8).inputs(dtype), Case("").call(attention)
+        out, lse = call(**inputs)
+        one = torch.ones((), dtype=dtype), torch.ones(())
+        expanded = gradients(
+            call, inputs, (one[0].expand_as(out), one[1].expand_as(lse)), ["query", "key", "value"]
+        )
+        dense = gradients(
+            call, inputs, (torch.ones_like(out), torch.ones_like(lse)), ["query", "key", "value"]
+        )
+        assert_same_bits(expanded, dense)
+
+    def test_that_is_a_slice_of_a_concatenation(self, dtype):
+        inputs, call = self.inputs.inputs(dtype), self.inputs.call(attention)
+        grads = random_gradients(call, inputs)
+        whole = torch.cat([torch.full_like(grads[0], torch.nan), grads[0]], -1)
+        wrt = ["query", "key", "value"]
+        sliced = gradients(call, inputs, (whole[..., grads[0].shape[-1] :], grads[1]), wrt)
+        assert_same_bits(sliced, gradients(call, inputs, grads, wrt))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_have_the_layout_of_a_contiguous_tensor_or_of_their_input(layout):
+    inputs = Case("", batch=2, heads=(4, 2), rows=6, keys=9, dim=8, layout=layout).inputs(torch.float32)
+    call, wrt = Case("").call(attention), ["query", "key", "value"]
+    for name, gradient in zip(wrt, gradients(call, inputs, random_gradients(call, inputs), wrt), strict=True):
+        heads_in_rows = inputs[name].stride(1) < inputs[name].stride(2)
+        assert (gradient.transpose(1, 2) if heads_in_rows else gradient).is_contiguous(), name
+
+
+def test_gradient_of_a_broadcast_mask_is_summed_over_what_it_was_broadcast_over():
+    for shape in [(1, 1), (7, 1), (1, 9), (7, 9), (4, 1, 9), (1, 4, 7, 9), (2, 1, 1, 9), (2, 1, 7, 1)]:
+        inputs = Case("", batch=2, heads=(4, 2), rows=7, keys=9, dim=8).inputs(torch.float32)
+        mask = check_backward(Case("").call(attention), inputs | {"attn_mask": torch.randn(shape)})[3]
+        assert mask.shape == shape
+
+
+def test_no_gradient_is_computed_for_a_mask_that_asks_for_none():
+    q, k, v = (torch.randn(1, 1, 6, 8, requires_grad=True) for _ in range(3))
+    mask = torch.randn(6, 6)
+    attention(q, k, v, mask).sum().backward()
+    assert mask.grad is None
+
+
+def test_through_a_leaf_that_is_expanded():
+    """Multi-query attention made by expanding one head: the gradient of the head is the sum."""
+    q = torch.randn(1, 4, 6, 8, dtype=torch.float64)
+    k, v = (torch.randn(1, 1, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    attention(q, k.expand(1, 4, 9, 8), v.expand(1, 4, 9, 8)).sum().backward()
+    expanded = k.grad, v.grad
+    k.grad = v.grad = None
+    attention(q, k, v).sum().backward()
+    assert_close(expanded, (k.grad, v.grad))

@@ -1,0 +1,237 @@
+"""Keys and values in pages, found through a block table, against dense attention on what the pages hold."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import reference
+from cases import NAN, Case
+from checks import assert_same_bits, check_forward, is_real
+from flashsoftmax import attention, attention_paged
+
+
+def paged(inputs, lens, page_size, *, unused=-1, spare=2):
+    """The same keys and values in shuffled pages. Unused slots are NaN, unused table entries `unused`."""
+    batch, heads, keys, _ = inputs["key"].shape
+    used = [-(-length // page_size) for length in lens]
+    order = torch.randperm(sum(used) + spare)[: sum(used)]
+    table = torch.full((batch, -(-keys // page_size)), unused)
+    for row, ids in zip(table, order.split(used), strict=True):
+        row[: len(ids)] = ids
+    pages = {}
+    for name in ("key", "value"):
+        x = inputs[name]
+        pool = x.new_full((sum(used) + spare, page_size, heads, x.shape[3]), NAN)
+        for sequence, row, length in zip(x, table, lens, strict=True):
+            for j in range(length):
+                pool[row[j // page_size], j % page_size] = sequence[:, j]
+        pages[f"{name}_pages"] = pool
+    return pages | {
+        "block_table": table.to(inputs["query"].device),
+        "kv_lens": torch.tensor(lens, device=inputs["query"].device),
+    }
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A case whose kv_lens are given, and the size of its pages."""
+
+    page_size: int
+    case: Case = field(default_factory=Case)
+
+    @property
+    def id(self):
+        return f"{self.case.id}-page-{self.page_size}"
+
+
+def pages(name, page_size, lens, **options):
+    keys = -(-max(lens) // page_size) * page_size
+    return Pages(
+        page_size,
+        Case(name, batch=len(lens), keys=keys, kv_lens=lens, **{"heads": (4, 2), "dim": 32} | options),
+    )
+
+
+PAGES = [
+    pages("one-row", 4, (13,), rows=1, dim=64),
+    pages("one-row", 1, (13, 1, 0), rows=1),
+    pages("one-row", 3, (50, 7, 3), rows=1),
+    pages("one-row", 16, (70, 16, 17), rows=1, split_size=32),
+    pages("one-row", 256, (1024, 700), rows=1, heads=(4, 4), dim=64),
+    pages("causal", 16, (70, 3, 40), rows=4, causal=True, split_size=32),
+    pages("window", 5, (90, 41), rows=3, window=(20, 0), split_size=16),
+    pages(
+        "all-options",
+        7,
+        (90, 33, 0),
+        rows=3,
+        value_dim=24,
+        window=(60, 0),
+        softcap=2.0,
+        scale=0.3,
+        alibi=True,
+        sinks=True,
+        mask="bool",
+        q_offset=40,
+        split_size=32,
+    ),
+    pages("mask-float", 16, (60, 33), rows=2, mask="float-hides"),
+    pages("tiled", 16, (70, 3, 40), rows=20, causal=True),
+    pages("tiled", 3, (70, 71), rows=40, window=(30, 5)),
+    pages("tiled", 64, (150, 130), rows=70, causal=True, heads=(2, 2), dim=72),
+    pages(
+        "tiled-all-options",
+        7,
+        (90, 33, 0),
+        rows=30,
+        value_dim=24,
+        window=(60, 0),
+        softcap=2.0,
+        scale=0.3,
+        alibi=True,
+        sinks=True,
+        mask="float",
+        q_offset=40,
+    ),
+    pages("tiled-mask", 16, (60, 33), rows=20, mask="bool"),
+]
+EACH = pytest.mark.parametrize("pages", PAGES, ids=lambda pages: pages.id)
+
+
+def call(**inputs):
+    return attention_paged(**inputs, return_lse=True)
+
+
+def make(pages, dtype, device="cpu", **layout):
+    """The arguments of attention_paged, and those of attention."""
+    inputs = pages.case.inputs(dtype, device)
+    rest = {name: x for name, x in inputs.items() if name not in ("key", "value")}
+    return rest | paged(inputs, pages.case.kv_lens, pages.page_size, **layout) | {
+        "split_size": pages.case.split_size
+    }, inputs
+
+
+@EACH
+def test_forward(pages, dtype, device):
+    arguments, inputs = make(pages, dtype, device)
+    check_forward(lambda **_: call(**arguments), inputs, reference.attention)
+
+
+@EACH
+def test_unused_entries_of_the_table_may_be_anything(pages):
+    results = []
+    for unused in (-1, 0, 10**6, -(2**31)):
+        torch.manual_seed(1)
+        results.append(call(**make(pages, torch.float32, unused=unused)[0]))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+@EACH
+def test_where_the_pages_lie_changes_no_bit(pages, dtype):
+    """Page numbers, strides of the pool, type and strides of the table."""
+    arguments, _ = make(pages, dtype)
+    expected, table = call(**arguments), arguments["block_table"]
+    order = torch.randperm(len(arguments["key_pages"]))
+    inverse = torch.cat([order.argsort(), torch.tensor([-1])])
+    shuffled = {name: arguments[name][order] for name in ("key_pages", "value_pages")}
+    assert_same_bits(call(**arguments | shuffled | {"block_table": inverse[table]}), expected)
+    for permutation in ((0, 2, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2), (2, 3, 1, 0)):
+        inverse = torch.tensor(permutation).argsort().tolist()
+        stored = {
+            name: arguments[name].permute(permutation).contiguous().permute(inverse) for name in shuffled
+        }
+        assert_same_bits(call(**arguments | stored), expected)
+    strided = (
+        torch.stack([table, torch.full_like(table, -7)], -1)
+        .transpose(0, 1)
+        .contiguous()
+        .transpose(0, 1)[..., 0]
+    )
+    for block_table in (table.int(), strided, strided.int()):
+        assert_same_bits(call(**arguments | {"block_table": block_table}), expected)
+    assert_same_bits(call(**arguments | {"kv_lens": arguments["kv_lens"].int()}), expected)
+
+
+def test_sequences_may_share_pages(dtype):
+    inputs = Case("", batch=2, heads=(4, 2), rows=3, keys=40, dim=16).inputs(dtype)
+    inputs["key"][1, :, :16], inputs["value"][1, :, :16] = (
+        inputs["key"][0, :, :16],
+        inputs["value"][0, :, :16],
+    )
+    arguments = paged(inputs, (40, 33), 16)
+    expected = call(query=inputs["query"], **arguments)
+    arguments["block_table"][1, 0] = arguments["block_table"][0, 0]
+    assert_same_bits(call(query=inputs["query"], **arguments), expected)
+
+
+@pytest.mark.parametrize("split_size", [512, 2048])
+def test_every_row_is_written(split_size, dtype):
+    """Two sequences, four pages of 256 each: in two splits and in one."""
+    large = pages("", 256, (1024, 1000), rows=1, heads=(4, 4), dim=64)
+    arguments, inputs = make(large, dtype)
+    check_forward(lambda **_: call(**arguments | {"split_size": split_size}), inputs, reference.attention)
+
+
+@pytest.mark.parametrize("rows", [3, 40], ids=["decode", "tiled"])
+def test_a_longer_table_changes_no_bit(rows, dtype):
+    short = pages("", 16, (70, 33), rows=rows)
+    arguments, _ = make(short, dtype)
+    table = arguments["block_table"]
+    longer = torch.cat([table, torch.full((2, 100), 10**6)], 1)
+    assert_same_bits(call(**arguments | {"block_table": longer}), call(**arguments))
+
+
+@pytest.mark.parametrize("rows", [3, 40], ids=["decode", "tiled"])
+def test_one_page_each_is_attention(rows, dtype):
+    inputs = Case("", batch=2, heads=(4, 2), rows=rows, keys=70, dim=16, kv_lens=(70, 33)).inputs(dtype)
+    out = attention(**inputs, return_lse=True)
+    key_pages, value_pages = (inputs[name].transpose(1, 2) for name in ("key", "value"))
+    rest = {name: x for name, x in inputs.items() if name not in ("key", "value")}
+    table = torch.arange(2)[:, None]
+    assert_same_bits(call(**rest, key_pages=key_pages, value_pages=value_pages, block_table=table), out)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 0}, {"rows": 0}, {"keys": 0}, {"heads": (0, 0)}, {"dim": 0}], ids=str
+)
+def test_empty(sizes, dtype):
+    case = Case("", **{"batch": 2, "heads": (4, 2), "rows": 3, "keys": 20, "dim": 16, "value_dim": 8} | sizes)
+    inputs = case.inputs(dtype)
+    arguments = paged(inputs, (case.keys,) * case.batch, 4, spare=0)
+    out, lse = call(query=inputs["query"], **arguments)
+    assert out.shape == (case.batch, case.heads[0], case.rows, 8) and lse.shape == out.shape[:3]
+    assert case.keys or not out.any()
+
+
+def test_no_pages_and_no_columns():
+    arguments = {
+        "query": torch.randn(2, 4, 3, 16),
+        "key_pages": torch.empty(0, 4, 2, 16),
+        "value_pages": torch.empty(0, 4, 2, 8),
+    }
+    lens = torch.zeros(2, dtype=torch.int32)
+    for table in (torch.empty(2, 0, dtype=torch.int32), torch.full((2, 3), 9)):
+        out, lse = call(**arguments, block_table=table, kv_lens=lens)
+        assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("wrt", ["query", "key_pages", "value_pages"])
+def test_pages_are_not_differentiated_and_say_so(wrt):
+    """The forward works where a gradient is asked for; the backward explains itself."""
+    arguments, _ = make(PAGES[5], torch.float32)
+    out, _ = call(**arguments)
+    arguments[wrt].requires_grad_()
+    found, _ = call(**arguments)
+    assert_same_bits(found.detach(), out)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)paged"):
+        found.sum().backward()
+
+
+def test_inputs_are_not_written(dtype):
+    arguments, _ = make(PAGES[7], dtype)
+    before = {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    call(**arguments)
+    assert all(is_real(x) or x.dtype in (torch.int64, torch.bool) for x in before.values())
+    assert_same_bits({name: arguments[name] for name in before}, before)

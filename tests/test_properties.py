@@ -1,0 +1,122 @@
+"""Hypothesis draws shapes, strides, masks and lengths; the answer is that of dense attention."""
+
+import os
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from cases import LAYOUTS, MASKS, SCORES, Case
+from checks import check_backward, check_forward
+from flashsoftmax import attention, attention_paged, merge
+from test_merge import dense as dense_merge
+from test_paged import paged
+from test_varlen import Sequences, dense
+from test_varlen import call as varlen
+
+bounded = settings(
+    max_examples=int(os.environ.get("FLASHSOFTMAX_EXAMPLES", 60)),
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+bounds = st.none() | st.integers(0, 60)
+
+
+@st.composite
+def cases(draw):
+    group, key_heads = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    batch = draw(st.integers(1, 3))
+    keys = draw(st.integers(1, 150))
+    return Case(
+        "",
+        batch=batch,
+        heads=(group * key_heads, key_heads),
+        rows=draw(st.integers(1, 80)),
+        keys=keys,
+        dim=draw(st.integers(1, 40)),
+        value_dim=draw(st.integers(1, 40)),
+        causal=draw(st.booleans()),
+        window=draw(st.none() | st.tuples(bounds, bounds)),
+        scale=draw(st.none() | st.floats(-1, 1)),
+        softcap=draw(st.none() | st.floats(0.5, 30)),
+        alibi=draw(st.booleans()),
+        sinks=draw(st.booleans()),
+        mask=draw(st.none() | st.sampled_from(sorted(MASKS))),
+        q_offset=draw(st.none() | st.integers(-100, 200)),
+        kv_lens=draw(st.none() | st.tuples(*[st.integers(0, keys)] * batch)),
+        split_size=draw(st.none() | st.integers(1, 200)),
+        layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        scores=draw(st.sampled_from(sorted(SCORES))),
+    )
+
+
+@bounded
+@given(cases(), DTYPES)
+def test_forward(case, dtype):
+    check_forward(case.call(attention), case.inputs(dtype))
+
+
+@bounded
+@given(cases(), DTYPES)
+def test_backward(case, dtype):
+    check_backward(case.call(attention), case.inputs(dtype))
+
+
+@bounded
+@given(cases(), st.integers(1, 20), DTYPES)
+def test_paged(case, page_size, dtype):
+    lens = case.kv_lens or (case.keys,) * case.batch
+    inputs = case.inputs(dtype) | {"kv_lens": torch.tensor(lens)}
+    pages = paged(inputs, lens, page_size)
+    rest = {name: x for name, x in inputs.items() if name not in ("key", "value", "kv_lens", "attn_mask")}
+    del inputs["attn_mask"]
+    check_forward(lambda **_: case.call(attention_paged)(**rest, **pages), inputs)
+
+
+@bounded
+@given(st.data(), DTYPES)
+def test_varlen(data, dtype):
+    lens = data.draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), max_size=5))
+    options = {"causal": data.draw(st.booleans()), "window": data.draw(st.none() | st.tuples(bounds, bounds))}
+    options |= {"softcap": data.draw(st.none() | st.floats(0.5, 30)), "split_size": data.draw(st.none() | st.integers(1, 100))}
+    lens_q, lens_k = zip(*lens, strict=True) if lens else ((), ())
+    kv_lens = tuple(data.draw(st.integers(0, n)) for n in lens_k) if data.draw(st.booleans()) else None
+    sequences = Sequences(
+        "", lens_q, lens_k, (4, 2), 16, 8, tuple(options.items()), data.draw(st.booleans()), data.draw(st.booleans()), kv_lens,
+        data.draw(st.sampled_from(sorted(LAYOUTS))),
+    )  # fmt: skip
+    inputs = sequences.inputs(dtype)
+    check_forward(varlen, inputs, dense)
+    check_backward(varlen, inputs, dense)
+
+
+@bounded
+@given(st.data())
+def test_merge(data):
+    count, shape = data.draw(st.integers(1, 6)), data.draw(st.tuples(*[st.integers(1, 5)] * 4))
+    values = st.floats(-1e4, 1e4) | st.sampled_from([-torch.inf, torch.inf])
+    numbers = count * shape[0] * shape[1] * shape[2]
+    drawn = data.draw(st.lists(values, min_size=numbers, max_size=numbers))
+    lses = torch.tensor(drawn, dtype=torch.float64).view(count, *shape[:3])
+    outs = torch.randn(count, *shape, dtype=torch.float64).masked_fill(lses.isinf()[..., None], torch.nan)
+    assert_close(merge(outs, lses), dense_merge(outs, lses))
+
+
+@bounded
+@given(cases(), st.lists(st.integers(0, 150), max_size=4), DTYPES)
+def test_attention_over_parts_merges_to_the_whole(case, cuts, dtype):
+    """Cut anywhere; each part says by its lse how much it weighs."""
+    inputs = Case("", case.batch, case.heads, case.rows, case.keys, case.dim, case.value_dim, layout=case.layout).inputs(dtype)
+    bounds = sorted({0, case.keys, *(min(cut, case.keys) for cut in cuts)})
+    states = []
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        part = inputs | {name: inputs[name][:, :, begin:end] for name in ("key", "value")}
+        states.append(case.call(attention)(**part))
+    out, lse = merge(*zip(*states, strict=True))
+    whole, whole_lse = attention(**inputs, return_lse=True)
+    unit = torch.finfo(dtype).eps * max(1.0, whole.abs().max().item())
+    assert_close(out, whole, rtol=0, atol=4 * unit)
+    assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)

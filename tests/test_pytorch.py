@@ -1,0 +1,462 @@
+"""Operators that PyTorch knows: autograd, torch.compile, vmap, autocast, fake tensors, pickling."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.library import opcheck
+from torch.testing import assert_close
+
+from cases import Case, case
+from checks import DIFFERENTIABLE, assert_same_bits, gradients, is_real, random_gradients
+from flashsoftmax import attention, attention_paged, attention_varlen, merge
+
+WRT = ["query", "key", "value"]
+
+
+def integers(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# The arguments of torch.ops.flashsoftmax.attention in order, and ways to fill them.
+DENSE = Case("", batch=2, heads=(4, 2), rows=5, keys=9, dim=8, value_dim=6)
+DEFAULTS = dict.fromkeys(
+    ("attn_mask", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_table")
+) | {"max_seqlen_q": 5, "max_seqlen_k": 9, "scale": 0.3, "softcap": 0.0, "window_left": None}
+DEFAULTS |= {"window_right": None, "q_offset": None, "split_size": None}
+
+
+def dense_arguments(layout="contiguous", **options):
+    inputs = DENSE.__class__(**vars(DENSE) | {"layout": layout}).inputs(torch.float32)
+    return {name: inputs[name] for name in WRT} | DEFAULTS | options
+
+
+def sample_arguments():
+    yield "plain", dense_arguments()
+    yield "heads-in-rows", dense_arguments("heads-in-rows")
+    yield "dim-not-last", dense_arguments("dim-not-last")
+    yield "band", dense_arguments(window_left=3, window_right=0, q_offset=2, split_size=4, softcap=2.0)
+    yield "bool-mask", dense_arguments(attn_mask=torch.rand(5, 9) < 0.7)
+    yield "float-mask", dense_arguments(attn_mask=torch.randn(2, 1, 5, 9), sinks=torch.randn(4))
+    yield "lengths", dense_arguments(kv_lens=integers(9, 4), alibi_slopes=torch.rand(4))
+    tokens = {"query": torch.randn(1, 4, 9, 8), "key": torch.randn(1, 2, 9, 8), "value": torch.randn(1, 2, 9, 6)}
+    offsets = {"cu_seqlens_q": integers(0, 5, 9), "cu_seqlens_k": integers(0, 4, 9)}
+    yield "varlen", tokens | DEFAULTS | offsets
+    pages = {"query": torch.randn(2, 4, 5, 8), "key": torch.randn(3, 2, 3, 8), "value": torch.randn(3, 2, 3, 6)}
+    table = {"block_table": integers([2, 0, 1], [1, 2, -1]), "kv_lens": integers(9, 5)}
+    yield "paged", pages | DEFAULTS | table
+
+
+SAMPLES = dict(sample_arguments())
+
+
+def differentiable(arguments):
+    wanted = () if arguments["block_table"] is not None else DIFFERENTIABLE
+    for name, x in arguments.items():
+        copied = x.detach().clone(memory_format=torch.preserve_format) if isinstance(x, torch.Tensor) else x
+        yield copied.requires_grad_() if name in wanted and is_real(copied) else copied
+
+
+class TestOpcheck:
+    @pytest.mark.parametrize("sample", SAMPLES)
+    def test_attention(self, sample):
+        opcheck(torch.ops.flashsoftmax.attention.default, tuple(differentiable(SAMPLES[sample])))
+
+    @pytest.mark.parametrize("sample", [name for name in SAMPLES if name != "paged"])
+    @pytest.mark.parametrize("of", ["out", "lse", "both"])
+    def test_attention_backward(self, sample, of):
+        forward = SAMPLES[sample]
+        out, lse = torch.ops.flashsoftmax.attention(*forward.values())
+        grads = [torch.randn_like(out) if of != "lse" else None, torch.randn_like(lse) if of != "out" else None]
+        rest = [forward[name] for name in forward if name not in (*WRT, "split_size")]
+        tensors = [forward[name] for name in WRT]
+        arguments = (*grads, *tensors, out, lse, *rest, is_real(forward["attn_mask"]))
+        opcheck(torch.ops.flashsoftmax.attention_backward.default, arguments)
+
+    def test_merge(self):
+        states = ([torch.randn(2, 3, 4, 5, requires_grad=True) for _ in range(3)],)
+        states += ([torch.randn(2, 3, 4, requires_grad=True) for _ in range(3)],)
+        opcheck(torch.ops.flashsoftmax.merge.default, states)
+        outs, lses = ([x.detach() for x in side] for side in states)
+        out, lse = merge(outs, lses)
+        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, lse, outs, lses, out, lse))
+        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, None, outs, lses, out, lse))
+
+    def test_every_operator_is_here(self):
+        names = {name.removeprefix("flashsoftmax::") for name in torch._C._dispatch_get_all_op_names()
+                 if name.startswith("flashsoftmax::")}  # fmt: skip
+        assert names == {"attention", "attention_backward", "merge", "merge_backward"}
+
+
+class TestGradcheck:
+    """In float64, over every feature, lse included."""
+
+    @pytest.mark.parametrize("rows", [2, 17], ids=["decode", "tiled"])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"causal": True, "heads": (4, 2)},
+            {"window": (2, 1), "q_offset": 1},
+            {"scale": 0.7, "softcap": 1.2},
+            {"alibi": True},
+            {"sinks": True},
+            {"mask": "bool", "softcap": 1.2},
+            {"mask": "float-2d", "sinks": True},
+            {"mask": "float-keys"},
+            {"batch": 2, "kv_lens": (5, 2), "causal": True, "q_offset": 3},
+            {"heads": (4, 2), "window": (4, 0), "scale": 0.7, "softcap": 1.2, "alibi": True, "sinks": True, "mask": "float-3d"},
+        ],
+        ids=lambda options: "-".join(options) or "plain",
+    )  # fmt: skip
+    def test_attention(self, options, rows):
+        keys = 5
+        inputs = Case("", **{"rows": rows, "keys": keys, "dim": 3, "value_dim": 2, "split_size": 2} | options).inputs(torch.float64)
+        inputs = {name: x.nan_to_num() if is_real(x) else x for name, x in inputs.items()}
+        names = [name for name in DIFFERENTIABLE if is_real(inputs.get(name))]
+        _, lse = attention(**inputs, return_lse=True)
+
+        def function(*tensors):
+            out, lse = attention(**inputs | dict(zip(names, tensors, strict=True)), split_size=2, return_lse=True)
+            return out, lse.masked_fill(lse.isinf(), 0)
+
+        assert gradcheck(function, [inputs[name].requires_grad_() for name in names])
+
+    def test_varlen(self):
+        q, k, v = (torch.randn(7, heads, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+        cu_q, cu_k = integers(0, 4, 4, 7), integers(0, 2, 5, 7)
+
+        def function(q, k, v):
+            return attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=4, max_seqlen_k=3, window=(3, 3), return_lse=True)
+
+        assert gradcheck(function, (q, k, v))
+
+
+@pytest.mark.parametrize("name", ["heads-6-2", "mask-bool", "decode-lengths", "all-features"])
+def test_one_gradient_is_that_of_detached_inputs(name):
+    """Asking for gradients changes no bit of the result."""
+    inputs, call = case(name).inputs(torch.float32), case(name).call(attention)
+    expected = call(**inputs)
+    found = call(**inputs | {name: inputs[name].detach().requires_grad_() for name in WRT})
+    assert_same_bits([x.detach() for x in found], expected)
+
+
+class TestFake:
+    """Shapes, dtypes and strides are known without computing."""
+
+    @staticmethod
+    def described(*tensors):
+        return [(x.shape, x.dtype, x.stride(), x.device) for x in tensors]
+
+    def run(self, function, *tensors):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        real = self.described(*function(*tensors))
+        with FakeTensorMode() as mode:
+            fake = self.described(*function(*(mode.from_tensor(x) for x in tensors)))
+        assert fake == real
+
+    @pytest.mark.parametrize("rows", [0, 1, 2, 33])
+    @pytest.mark.parametrize("heads", [1, 2, 16])
+    @pytest.mark.parametrize("transposed", [(), (0,), (2,), (0, 1, 2)], ids=str)
+    def test_attention(self, transposed, heads, rows, dtype):
+        shapes = [(2, rows, heads, 8), (2, 21, heads, 8), (2, 21, heads, 6)]
+        tensors = [torch.randn(b, h, s, d, dtype=dtype) for b, s, h, d in shapes]
+        for i in transposed:
+            tensors[i] = torch.randn(shapes[i], dtype=dtype).transpose(1, 2)
+
+        def function(q, k, v):
+            tensors = [x.requires_grad_() for x in (q, k, v)]
+            out, lse = attention(*tensors, causal=True, return_lse=True)
+            return out, lse, *torch.autograd.grad((out, lse), tensors, (torch.ones_like(out), torch.ones_like(lse)))
+
+        self.run(function, *(x.requires_grad_() for x in tensors))
+
+    def test_varlen(self, dtype):
+        q, k, v = (torch.randn(7, heads, 8, dtype=dtype) for heads in (4, 2, 2))
+        cu = integers(0, 3, 7)
+        for query in (q, torch.randn(4, 7, 8, dtype=dtype).transpose(0, 1)):
+            self.run(lambda q, k, v, cu: attention_varlen(q, k, v, cu, cu, max_seqlen_q=4, max_seqlen_k=4, return_lse=True),
+                     query, k, v, cu)  # fmt: skip
+
+    def test_paged(self, dtype):
+        pages = torch.randn(5, 4, 2, 8, dtype=dtype)
+        tensors = torch.randn(2, 4, 3, 8, dtype=dtype), pages, pages, integers([0, 1], [4, 2]), integers(8, 5)
+        self.run(lambda *x: attention_paged(*x, return_lse=True), *tensors)
+
+    def test_merge(self, dtype):
+        outs, lses = torch.randn(3, 2, 4, 5, 8, dtype=dtype), torch.randn(3, 2, 4, 5)
+        self.run(merge, outs, lses)
+        self.run(lambda *x: merge(x[:2], x[2:]), outs[0], outs[1].mT.contiguous().mT, lses[0], lses[1])
+        self.run(merge, outs[:, 0].transpose(1, 2), lses[:, 0])
+
+    def test_the_meta_device(self):
+        q, k, v = (torch.empty(2, heads, 5, 8, device="meta") for heads in (4, 2, 2))
+        out, lse = attention(q, k, v, causal=True, return_lse=True)
+        assert out.shape == (2, 4, 5, 8) and lse.shape == (2, 4, 5) and out.is_meta and lse.is_meta
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def fresh(self):
+        torch.use_deterministic_algorithms(False)
+        torch.compiler.reset()
+
+    def test_forward_and_backward_with_transposed_tensors(self):
+        """Query and key contiguous, value and the upstream gradient transposed, an odd length."""
+        q, k = (torch.randn(2, 16, 65, 64, requires_grad=True) for _ in range(2))
+        v = torch.randn(2, 65, 16, 64, requires_grad=True).transpose(1, 2)
+        grad = torch.randn(2, 65, 16, 64).transpose(1, 2)
+
+        def function(q, k, v):
+            return attention(q * 1.5, k, v, causal=True)
+
+        expected = function(q, k, v)
+        found = torch.compile(function, fullgraph=True)(q, k, v)
+        assert found.stride() == expected.stride()
+        assert_close(found, expected)
+        v.retain_grad()
+        assert_close(*(torch.autograd.grad(x, (q, k, v), grad) for x in (found, expected)))
+
+    def test_dynamic_shapes_with_lse_mask_and_sinks(self):
+        @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+        def compiled(q, k, v, mask, sinks):
+            return attention(q, k, v, mask, sinks=sinks, window=(30, 0), softcap=5.0, return_lse=True)
+
+        torch._dynamo.config.error_on_recompile, before = True, torch._dynamo.config.error_on_recompile
+        try:
+            for batch, rows, keys in [(2, 20, 40), (3, 33, 70), (4, 5, 41)]:
+                tensors = [torch.randn(batch, 2, n, 8, requires_grad=True) for n in (rows, keys, keys)]
+                tensors += [torch.randn(rows, keys, requires_grad=True), torch.randn(2, requires_grad=True)]
+                expected = attention(*tensors[:4], sinks=tensors[4], window=(30, 0), softcap=5.0, return_lse=True)
+                found = compiled(*tensors)
+                assert_close(found, expected)
+                grads = [torch.randn_like(x) for x in expected]
+                assert_close(*(torch.autograd.grad(x, tensors, grads) for x in (found, expected)))
+        finally:
+            torch._dynamo.config.error_on_recompile = before
+
+    def test_varlen_paged_and_merge(self):
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def compiled(q, cu, pages, table, lens):
+            tokens, _ = attention_varlen(q, q, q, cu, cu, max_seqlen_q=4, max_seqlen_k=4, causal=True, return_lse=True)
+            states = [attention_paged(tokens[None].transpose(1, 2), pages, pages, table, lens, causal=c, return_lse=True) for c in (True, False)]
+            return merge(*zip(*states, strict=True))  # fmt: skip
+
+        arguments = torch.randn(7, 4, 8), integers(0, 3, 7), torch.randn(5, 4, 2, 8), integers([0, 4, 2]), integers(11)
+        assert_close(compiled(*arguments), compiled._torchdynamo_orig_callable(*arguments))
+
+    def test_autocast_inside(self):
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def compiled(q, k, v):
+            with torch.autocast("cpu", torch.bfloat16):
+                return attention(q, k, v)
+
+        q, k, v = torch.randn(3, 1, 2, 9, 8).unbind()
+        assert_same_bits(compiled(q, k, v), attention(*(x.bfloat16() for x in (q, k, v))))
+
+
+class TestVmap:
+    @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (1, 0, 0), (None, 2, 4), (-1, 0, None)], ids=str)
+    def test_attention(self, in_dims):
+        tensors = [torch.randn(2, heads, n, 8) for heads, n in ((4, 5), (2, 7), (2, 7))]
+        tensors = [x if d is None else torch.stack([x, x + 1, 2 * x], d) for x, d in zip(tensors, in_dims, strict=True)]
+
+        def function(q, k, v):
+            return attention(q, k, v, causal=True, return_lse=True)
+
+        self.check(function, in_dims, tensors)
+
+    def test_mask_sinks_and_lengths(self):
+        q, k, v = torch.randn(3, 2, 2, 5, 8), torch.randn(3, 2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+        rest = torch.rand(3, 5, 7) < 0.6, torch.randn(3, 2), torch.tensor([[7, 3], [1, 0], [5, 5]])
+
+        def function(q, k, v, mask, sinks, kv_lens):
+            return attention(q, k, v, mask, sinks=sinks, kv_lens=kv_lens, return_lse=True)
+
+        self.check(function, (0, 0, None, 0, 0, 0), (q, k, v, *rest))
+        self.check(function, (0, None, None, None, None, None), (q, k[0], v, *(x[0] for x in rest)))
+        self.check(function, (None, 0, None, 0, None, None), (q[0], k, v, rest[0], *(x[0] for x in rest[1:])))
+
+    def test_float_masks_of_any_rank(self):
+        q, k, v = torch.randn(3, 2, 2, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+        for shape in ((5, 7), (2, 1, 7), (2, 1, 5, 7)):
+            self.check(attention, (0, None, None, 0), (q, k, v, torch.randn(3, *shape)))
+
+    def test_varlen(self):
+        q, k, v, cu = torch.randn(3, 7, 4, 8), torch.randn(3, 9, 2, 8), torch.randn(9, 2, 6), integers(0, 3, 7)
+
+        def function(q, k, v, cu):
+            return attention_varlen(q, k, v, cu, integers(0, 4, 9), max_seqlen_q=5, max_seqlen_k=5, return_lse=True)
+
+        self.check(function, (0, 0, None, None), (q, k, v, cu))
+        self.check(function, (0, 0, None, 0), (q, k, v, integers([0, 3, 7], [0, 2, 7], [0, 5, 7])))
+
+    def test_paged(self):
+        q, pages = torch.randn(3, 2, 4, 3, 8), torch.randn(3, 5, 4, 2, 8)
+        table, lens = integers([[0, 1], [4, 2]], [[1, 1], [0, 2]], [[3, 2], [4, 2]]), integers([8, 5], [1, 2], [0, 8])
+
+        def function(*x):
+            return attention_paged(*x, return_lse=True)
+
+        self.check(function, (0, 0, 0, 0, 0), (q, pages, pages, table, lens))
+        self.check(function, (0, None, None, 0, 0), (q, pages[0], pages[0], table, lens))
+        self.check(function, (0, None, 0, None, None), (q, pages[0], pages, table[0], lens[0]))
+
+    @pytest.mark.parametrize("in_dims", [(0, 0), (1, 0), (0, None)], ids=str)
+    def test_merge(self, in_dims):
+        outs, lses = torch.randn(3, 3, 2, 4, 5, 8), torch.randn(3, 3, 2, 4, 5)
+        self.check(merge, in_dims, (outs, lses if in_dims[1] is not None else lses[0]))
+
+    @pytest.mark.filterwarnings("error:There is a performance drop")
+    def test_it_is_not_a_loop(self):
+        torch.vmap(attention)(*torch.randn(3, 3, 1, 2, 5, 8))
+
+    def test_gradients_through_vmap(self):
+        q, k, v = (torch.randn(3, 1, 2, 5, 8, requires_grad=True) for _ in range(3))
+        out = torch.vmap(attention)(q, k, v)
+        grad = torch.randn_like(out)
+        expected = torch.stack([attention(*x) for x in zip(q, k, v, strict=True)])
+        assert_close(*(torch.autograd.grad(x, (q, k, v), grad) for x in (out, expected)))
+
+    @staticmethod
+    def check(function, in_dims, tensors):
+        def part(i):
+            return function(*(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True)))
+
+        found, parts = torch.vmap(function, in_dims)(*tensors), [part(i) for i in range(3)]
+        stacked = torch.stack(parts) if isinstance(found, torch.Tensor) else tuple(map(torch.stack, zip(*parts, strict=True)))
+        assert_close(found, stacked)
+
+
+class TestAutocast:
+    @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16])
+    def test_mixed_dtypes_become_one(self, target):
+        q, k, v = torch.randn(3, 1, 2, 9, 8).unbind()
+        v = v.bfloat16()
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        mask, sinks = torch.randn(9, 9), torch.randn(2)
+        with torch.autocast("cpu", target):
+            out, lse = attention(*leaves, mask, sinks=sinks, return_lse=True)
+        assert (out.dtype, lse.dtype) == (target, torch.float32)
+        expected = attention(*(x.detach().to(target) for x in (q, k, v)), mask.to(target), sinks=sinks)
+        assert_close(out, expected, rtol=2 * torch.finfo(target).eps, atol=torch.finfo(target).eps)
+        out.sum().backward()
+        assert [x.grad.dtype for x in leaves] == [torch.float32, torch.float32, torch.bfloat16]
+
+    def test_varlen_and_paged(self):
+        q, cu, pages = torch.randn(7, 4, 8), integers(0, 3, 7), torch.randn(5, 4, 2, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attention_varlen(q, q, q, cu, cu, max_seqlen_q=4, max_seqlen_k=4).dtype == torch.bfloat16
+            query = torch.randn(1, 4, 3, 8)
+            assert attention_paged(query, pages, pages.half(), integers([0]), integers(4)).dtype == torch.bfloat16
+
+    def test_float64_and_integers_are_left_alone(self):
+        q = torch.randn(1, 2, 9, 8, dtype=torch.float64)
+        lens, mask = torch.tensor([5]), torch.rand(9, 9) < 0.5
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attention(q, q, q, mask, kv_lens=lens).dtype in (torch.float64, torch.bfloat16)
+
+    def test_off_by_default_and_when_disabled(self):
+        q, k, v = torch.randn(3, 1, 2, 9, 8).unbind()
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+            assert attention(q, k, v).dtype == torch.float32
+        with pytest.raises(ValueError, match="value"):
+            attention(q, k, v.bfloat16())
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.merge = attention, merge
+        self.sinks = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, q, k, v):
+        return self.attention(q, k, v, causal=True, sinks=self.sinks)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_a_module_that_holds_the_functions_is_copied(copied):
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
+    block = Block()
+    assert_same_bits(copied(block)(q, k, v), block(q, k, v))
+
+
+class TestWhatAutogradCannotDo:
+    """Says so, rather than giving a wrong answer."""
+
+    def test_double_backward(self):
+        q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+        (gradient,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)double backward|differentiat.* twice|second"):
+            gradient.sum().backward()
+
+    def test_double_backward_of_merge(self):
+        outs, lses = torch.randn(2, 1, 2, 5, 8, requires_grad=True), torch.randn(2, 1, 2, 5, requires_grad=True)
+        (gradient,) = torch.autograd.grad(merge(outs, lses)[0].square().sum(), lses, create_graph=True)
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)double backward|differentiat.* twice|second"):
+            gradient.sum().backward()
+
+    @pytest.mark.parametrize("which", [0, 1, 2])
+    def test_forward_mode(self, which):
+        tensors = list(torch.randn(3, 1, 2, 5, 8))
+        with torch.autograd.forward_ad.dual_level():
+            tensors[which] = torch.autograd.forward_ad.make_dual(tensors[which], torch.ones(1, 2, 5, 8))
+            with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)forward.?mode"):
+                attention(*tensors)
+
+    def test_jvp(self):
+        tensors = tuple(torch.randn(3, 1, 2, 5, 8))
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)forward.?mode"):
+            torch.func.jvp(attention, tensors, tensors)
+
+    def test_forward_mode_of_merge(self):
+        outs, lses = torch.randn(2, 1, 2, 5, 8), torch.randn(2, 1, 2, 5)
+        with torch.autograd.forward_ad.dual_level():
+            outs = torch.autograd.forward_ad.make_dual(outs, torch.ones_like(outs))
+            with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)forward.?mode"):
+                merge(outs, lses)
+
+    def test_func_grad_is_right_or_says_no(self):
+        q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+        attention(q, k, v).square().sum().backward()
+        try:
+            found = torch.func.grad(lambda q: attention(q, k.detach(), v.detach()).square().sum())(q.detach())
+        except (RuntimeError, NotImplementedError):
+            return
+        assert_close(found, q.grad)
+
+
+def test_checkpointing():
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    out = torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False)
+    grad = torch.randn_like(out)
+    assert_same_bits(torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(attention(q, k, v), (q, k, v), grad))
+
+
+def test_no_grad_and_inference_mode():
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    expected = attention(q, k, v).detach()
+    with torch.no_grad():
+        assert not attention(q, k, v).requires_grad
+    with torch.inference_mode():
+        assert_same_bits(attention(q, k, v), expected)
+
+
+def test_saved_tensors_are_guarded_against_writes():
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    scaled = q * 2
+    out = attention(scaled, k, v)
+    scaled.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_gradients_accumulate_over_two_calls_that_share_keys():
+    inputs, call = case("heads-6-2").inputs(torch.float64), case("heads-6-2").call(attention)
+    grads = random_gradients(call, inputs)
+    single = gradients(call, inputs, grads, WRT)
+    twice = gradients(lambda **x: [a + b for a, b in zip(call(**x), call(**x), strict=True)], inputs, grads, WRT)
+    assert_close(twice, [2 * x for x in single])

@@ -1,0 +1,154 @@
+"""The same bits in every run, whatever else is in the call and however many threads there are."""
+
+import pytest
+import torch
+
+from cases import Case
+from checks import assert_same_bits, gradients, is_real, random_gradients
+from flashsoftmax import attention, attention_varlen, merge
+
+ROWS = pytest.mark.parametrize("rows", [1, 7, 70], ids=["one-row", "decode", "tiled"])
+WRT = ["query", "key", "value"]
+call = Case("", split_size=64).call(attention)
+
+
+def make(rows, dtype, **options):
+    sizes = {"batch": 3, "heads": (6, 2), "rows": rows, "keys": 300, "dim": 24, "value_dim": 40}
+    return Case(
+        "", **sizes | {"causal": True, "softcap": 8.0, "alibi": True, "sinks": True} | options
+    ).inputs(dtype)
+
+
+def everything(inputs, grads):
+    wrt = [name for name in (*WRT, "attn_mask", "sinks") if is_real(inputs.get(name))]
+    return [*call(**inputs), *gradients(call, inputs, grads, wrt)]
+
+
+@ROWS
+def test_of_the_number_of_threads(rows, dtype, threads):
+    inputs = make(rows, dtype, mask="float-2d")
+    grads = random_gradients(call, inputs)
+    results = []
+    for count in (1, 2, 3, 3):
+        threads(count)
+        results.append(everything(inputs, grads))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+@ROWS
+def test_of_the_batch(rows, dtype):
+    inputs = make(rows, dtype, mask="bool")
+    grads = random_gradients(call, inputs)
+    together = [*call(**inputs), *gradients(call, inputs, grads, WRT)]
+    for b in range(3):
+        one = inputs | {name: inputs[name][b : b + 1] for name in (*WRT, "attn_mask")}
+        alone = [*call(**one), *gradients(call, one, [g[b : b + 1] for g in grads], WRT)]
+        assert_same_bits(alone, [x[b : b + 1] for x in together])
+
+
+@ROWS
+def test_of_the_other_heads(rows, dtype):
+    inputs = make(rows, dtype)
+    grads = random_gradients(call, inputs)
+    together = everything(inputs, grads)
+    for group in range(2):
+        q, k = slice(3 * group, 3 * group + 3), slice(group, group + 1)
+        one = (
+            inputs
+            | {name: inputs[name][:, k] for name in ("key", "value")}
+            | {"query": inputs["query"][:, q]}
+        )
+        one |= {name: inputs[name][q] for name in ("alibi_slopes", "sinks")}
+        alone = everything(one, [g[:, q] for g in grads])
+        heads = [q, q, q, k, k]
+        assert_same_bits(alone[:5], [x[:, h] for x, h in zip(together[:5], heads, strict=True)])
+        assert_same_bits(alone[5], together[5][q])
+
+
+@ROWS
+def test_of_sharing_keys_between_heads(rows, dtype):
+    """Grouped queries have the bits of keys repeated for each head. Their gradients are sums over the group."""
+    inputs = make(rows, dtype)
+    repeated = inputs | {name: inputs[name].repeat_interleave(3, 1) for name in ("key", "value")}
+    assert_same_bits(call(**repeated), call(**inputs))
+
+
+@ROWS
+def test_of_the_padding_of_the_cache(rows, dtype):
+    inputs = make(rows, dtype, kv_lens=(300, 17, 130))
+    grads = random_gradients(call, inputs)
+    before = everything(inputs, grads)
+    padded = inputs | {
+        name: torch.nn.functional.pad(inputs[name], (0, 0, 0, 500), value=torch.nan)
+        for name in ("key", "value")
+    }
+    after = everything(padded, grads)
+    for i in (3, 4):
+        assert not after[i][:, :, 300:].any()
+        after[i] = after[i][:, :, :300]
+    assert_same_bits(after, before)
+
+
+def test_of_the_length_that_kv_lens_says(dtype):
+    """A sequence in a padded cache has the bits of the sequence alone."""
+    inputs = make(5, dtype, batch=1, kv_lens=(130,))
+    cut = {name: x for name, x in inputs.items() if name != "kv_lens"} | {
+        name: inputs[name][:, :, :130] for name in ("key", "value")
+    }
+    assert_same_bits(call(**inputs), call(**cut))
+
+
+@pytest.mark.parametrize("max_seqlen_q", [4, 60], ids=["decode", "tiled"])
+def test_of_the_other_sequences(max_seqlen_q, dtype):
+    lens_q, lens_k = torch.tensor([3, 1, 4, 2]) * max_seqlen_q // 4, torch.tensor([90, 200, 41, 0])
+    q, k, v = torch.randn(int(lens_q.sum()), 4, 16), torch.randn(331, 2, 16), torch.randn(331, 2, 24)
+    inputs = {"query": q.to(dtype), "key": k.to(dtype), "value": v.to(dtype)}
+
+    def varlen(query, key, value, lens_q, lens_k):
+        cu = [torch.nn.functional.pad(lens.cumsum(0), (1, 0)) for lens in (lens_q, lens_k)]
+        return attention_varlen(
+            query,
+            key,
+            value,
+            *cu,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=200,
+            causal=True,
+            split_size=64,
+            return_lse=True,
+        )
+
+    def whole(**inputs):
+        return varlen(**inputs, lens_q=lens_q, lens_k=lens_k)
+
+    grads = random_gradients(whole, inputs)
+    together = [*whole(**inputs), *gradients(whole, inputs, grads, WRT)]
+    q_end, k_end = lens_q.cumsum(0), lens_k.cumsum(0)
+    for i in range(4):
+        rows, keys = slice(q_end[i] - lens_q[i], q_end[i]), slice(k_end[i] - lens_k[i], k_end[i])
+
+        def one(i=i, **inputs):
+            return varlen(**inputs, lens_q=lens_q[i : i + 1], lens_k=lens_k[i : i + 1])
+
+        part = {"query": inputs["query"][rows], "key": inputs["key"][keys], "value": inputs["value"][keys]}
+        alone = [*one(**part), *gradients(one, part, (grads[0][rows], grads[1][:, rows]), WRT)]
+        assert_same_bits(
+            alone,
+            [
+                together[0][rows],
+                together[1][:, rows],
+                together[2][rows],
+                together[3][keys],
+                together[4][keys],
+            ],
+        )
+
+
+def test_of_merge(dtype, threads):
+    outs, lses = torch.randn(5, 3, 40, 9, 24).to(dtype), torch.randn(5, 3, 40, 9)
+    expected = merge(outs, lses)
+    for count in (1, 2, 3):
+        threads(count)
+        assert_same_bits(merge(outs, lses), expected)
+    assert_same_bits(merge(outs[:, 1:2, 7:9], lses[:, 1:2, 7:9]), [x[1:2, 7:9] for x in expected])
