@@ -107,7 +107,7 @@ def libraries() -> list[Extension]:
         return both
     except SetupError as error:
         if CUDA == "1":
-            raise
+            raise SetupError(f"FLASHSOFTMAX_CUDA is 1, but {error}") from None
         RECORD.update(cuda_reason=str(error))
         return [cpu_library()]
 

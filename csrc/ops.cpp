@@ -89,8 +89,8 @@ std::tuple<Tensor, Tensor> merge_cpu(const std::vector<Tensor>& outs, const std:
 }
 
 std::tuple<Tensor, Tensor> merge_backward_cpu(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const std::vector<Tensor>& outs,
-                                          const std::vector<Tensor>& lses, const Tensor& out, const Tensor& lse) {
-  return merge_backward_on(grad_out, grad_lse, outs, lses, out, lse,
+                                          const std::vector<Tensor>& lses, const Tensor& lse) {
+  return merge_backward_on(grad_out, grad_lse, outs, lses, lse,
                            [](const MergeGradParams& p) { cpu_kernels().merge_grad(p, torch_runner()); });
 }
 
@@ -116,7 +116,7 @@ STABLE_TORCH_LIBRARY(flashsoftmax, m) {
   m.def("merge(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
   // -> gradients of outs and lses, stacked on a leading axis of states
   m.def(
-      "merge_backward(Tensor? grad_out, Tensor? grad_lse, Tensor[] outs, Tensor[] lses, Tensor out, Tensor lse) -> (Tensor, Tensor)");
+      "merge_backward(Tensor? grad_out, Tensor? grad_lse, Tensor[] outs, Tensor[] lses, Tensor lse) -> (Tensor, Tensor)");
   m.def("cpu_isa() -> str");
 }
 

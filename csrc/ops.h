@@ -49,8 +49,13 @@ inline const char* name(ScalarType type) {
     case ScalarType::Float: return "float32";
     case ScalarType::Double: return "float64";
     case ScalarType::Bool: return "bool";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
     case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
     default: return "another dtype";
   }
 }
@@ -166,7 +171,9 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key, 
                                         const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const Lengths& lengths,
                                         const Options& options) {
   AttentionParams p{};
-  std::pair<const char*, const Tensor*> inputs[] = {{"query", &query}, {"key", &key}, {"value", &value}};
+  const bool paged = lengths.block_table.has_value();
+  const char *key_name = paged ? "key_pages" : "key", *value_name = paged ? "value_pages" : "value";
+  std::pair<const char*, const Tensor*> inputs[] = {{"query", &query}, {key_name, &key}, {value_name, &value}};
   for (auto [argument, x] : inputs) {
     check(x->dim() == 4, argument, ": ", x->dim(), " dimensions, wanted 4");
     check(x->scalar_type() == query.scalar_type(), argument, ": dtype ", name(x->scalar_type()), ", wanted that of query, ",
@@ -183,12 +190,16 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key, 
   p.head_dim = query.size(3);
   p.head_dim_v = value.size(3);
   p.rows_q = query.size(2);
-  check(key.size(3) == p.head_dim, "key: head_dim ", key.size(3), ", wanted that of query, ", p.head_dim);
-  check_shape("value", value, {key.size(0), key.size(1), key.size(2), value.size(3)});
-  check(p.heads_kv > 0 ? p.heads_q % p.heads_kv == 0 : p.heads_q == 0, "query: ", p.heads_q,
-        " heads, wanted a multiple of the heads of key, ", p.heads_kv);
+  check(paged || key.size(0) == query.size(0), "key: batch ", key.size(0), ", wanted that of query, ", query.size(0));
+  check(key.size(3) == p.head_dim, key_name, ": head_dim ", key.size(3), ", wanted that of query, ", p.head_dim);
+  const char* dimensions[] = {paged ? "pages" : "batch", "heads", paged ? "page_size" : "keys"};
+  for (int64_t d = 0; d < 3; d++)
+    check(value.size(d) == key.size(d), value_name, ": ", dimensions[d], " ", value.size(d), ", wanted that of ", key_name, ", ",
+          key.size(d));
+  check(p.heads_kv > 0 ? p.heads_q % p.heads_kv == 0 : p.heads_q == 0, "query: ", p.heads_q, " heads, wanted a multiple of the heads of ",
+        key_name, ", ", p.heads_kv);
 
-  const bool varlen = lengths.cu_seqlens_q || lengths.cu_seqlens_k, paged = lengths.block_table.has_value();
+  const bool varlen = lengths.cu_seqlens_q || lengths.cu_seqlens_k;
   check(!(varlen && paged), "block_table: given together with cu_seqlens, wanted one of them");
   if (varlen) {
     check(lengths.cu_seqlens_q && lengths.cu_seqlens_k, "cu_seqlens_q, cu_seqlens_k: one of them is missing, wanted both");
@@ -215,8 +226,6 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key, 
     p.block_table_row = lengths.block_table->stride(0);
     p.page_size = key.size(2);
     p.seqlen_k = lengths.block_table->size(1) * p.page_size;
-  } else {
-    check(key.size(0) == query.size(0), "key: batch ", key.size(0), ", wanted that of query, ", query.size(0));
   }
   if (lengths.kv_lens) {
     p.kv_lens = int_vector("kv_lens", *lengths.kv_lens, 1, query);
@@ -306,12 +315,11 @@ std::tuple<Tensor, Tensor> merge_on(const std::vector<Tensor>& outs, const std::
 // launch(MergeGradParams)
 template <class Launch>
 std::tuple<Tensor, Tensor> merge_backward_on(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                             const std::vector<Tensor>& outs, const std::vector<Tensor>& lses, const Tensor& out,
-                                             const Tensor& lse, Launch&& launch) {
+                                             const std::vector<Tensor>& outs, const std::vector<Tensor>& lses, const Tensor& lse,
+                                             Launch&& launch) {
   std::vector<MergeState> inputs = merge_inputs(outs, lses);
-  check_like("out", out, sizes(outs[0]), outs[0]);
   check_like("lse", lse, sizes(lses[0]), lses[0]);
-  if (grad_out) check_like("grad_out", *grad_out, sizes(out), out);
+  if (grad_out) check_like("grad_out", *grad_out, sizes(outs[0]), outs[0]);
   if (grad_lse) check_like("grad_lse", *grad_lse, sizes(lse), lse);
   const int64_t states = outs.size();
   auto stacked = [&](const Tensor& x) {
@@ -319,11 +327,11 @@ std::tuple<Tensor, Tensor> merge_backward_on(const OptionalTensor& grad_out, con
     shape.insert(shape.begin(), states);
     return torch::stable::new_empty(x, shape);
   };
-  Tensor grad_outs = stacked(out), grad_lses = stacked(lse);
+  Tensor grad_outs = stacked(outs[0]), grad_lses = stacked(lse);
   std::vector<MergeState> grad_inputs;
   for (int64_t n = 0; n < states; n++)
     grad_inputs.push_back(merge_state(torch::stable::select(grad_outs, 0, n), torch::stable::select(grad_lses, 0, n)));
-  MergeGradParams params{merge_params(inputs, out, lse),
+  MergeGradParams params{merge_params(inputs, outs[0], lse),
                          {grad_out ? view(*grad_out) : Tensor4{}, grad_lse ? view(*grad_lse) : Tensor4{}},
                          grad_inputs.data()};
   if (lse.numel() > 0) launch(params);

@@ -112,7 +112,7 @@ struct MergeParams {
 };
 
 struct MergeGradParams {
-  MergeParams forward;
+  MergeParams forward;           // of its output only lse is there
   MergeState grad_output;        // either may be absent
   const MergeState* grad_inputs; // [states]
 };

@@ -22,13 +22,12 @@
 
 namespace flashsoftmax {
 
-constexpr double kLog2e = 1.4426950408889634;
 // The score of a hidden key, and so m and lse of a row that has seen none.
 constexpr float kHidden = -HUGE_VALF;
 
 // What the recurrence and the scores ask of a scalar; cpu/vec.h has the same for vectors.
-FLASHSOFTMAX_INLINE float exp2(float x) { return ::exp2f(x); }
-FLASHSOFTMAX_INLINE double exp2(double x) { return ::exp2(x); }
+FLASHSOFTMAX_INLINE float exp(float x) { return ::expf(x); }
+FLASHSOFTMAX_INLINE double exp(double x) { return ::exp(x); }
 FLASHSOFTMAX_INLINE float log(float x) { return ::logf(x); }
 FLASHSOFTMAX_INLINE double log(double x) { return ::log(x); }
 FLASHSOFTMAX_INLINE float tanh(float x) { return ::tanhf(x); }
@@ -46,7 +45,7 @@ template <class N> struct State {
 // e^(score - m) of a key. A row that has seen no key has m = -inf, and -inf - -inf is NaN: here is the guard.
 template <class N> FLASHSOFTMAX_INLINE N weight(N score, N m) {
   N reference = select(m == N(kHidden), N(0), m);
-  return exp2((score - reference) * N(kLog2e));
+  return exp(score - reference);
 }
 
 // Makes room for scores up to tile_max. l is rescaled here; multiply a by the factor returned.

@@ -250,10 +250,10 @@ def merge(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> t
     Raises:
         TypeError: an argument is no tensor. ValueError: no states, or states that do not fit each other.
     """
-    outs, lses = list(outs), list(lses)
-    for n, state in enumerate(zip(outs, lses, strict=False)):
-        _check_tensors(required=True, **{f"outs[{n}]": state[0], f"lses[{n}]": state[1]})
-    varlen = bool(outs) and outs[0].dim() == 3
+    outs, lses = _states("outs", outs), _states("lses", lses)
+    if not outs:
+        raise ValueError("outs: no states, wanted at least one")
+    varlen = outs[0].dim() == 3
     if varlen:
         for n, x in enumerate(outs):
             if x.dim() != 3:
@@ -290,11 +290,16 @@ def _attention(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes: requires_grad is True, wanted False: slopes have no gradient")
     _check_no_forward_ad(query, key, value, attn_mask, sinks)
+    for name, number in (("q_offset", q_offset), ("split_size", split_size)):
+        _check_int(name, number)
+    for name, number in zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True):
+        _check_int(name, number)
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
+            raise TypeError(f"{name}: {number!r}, wanted a number")
     left, right = _bounds(window)
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1)) if query.dim() and query.size(-1) else 1.0
-    if softcap is not None and softcap < 0:
-        raise ValueError(f"softcap: {softcap}, wanted a positive number, or None for none")
     statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
     return ops.attention(
         query,
@@ -316,15 +321,29 @@ def _attention(
     )
 
 
+def _states(name: str, states: object) -> list[Tensor]:
+    if not isinstance(states, (Tensor, Sequence)) or (isinstance(states, Tensor) and states.dim() == 0):
+        raise TypeError(f"{name}: {type(states).__name__}, wanted a sequence of Tensors or a Tensor of states")
+    states = list(states)
+    _check_tensors(required=True, **{f"{name}[{n}]": x for n, x in enumerate(states)})
+    return states
+
+
 def _bounds(window: Window | None) -> Window:
     if window is None:
         return None, None
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
         raise TypeError(f"window: {window!r}, wanted a pair (left, right) of int or None")
     for name, bound in zip(("left", "right"), window, strict=True):
+        _check_int(f"window: {name}", bound)
         if bound is not None and bound < 0:
             raise ValueError(f"window: {name} is {bound}, wanted at least 0, or None for no bound")
     return window[0], window[1]
+
+
+def _check_int(name: str, x: object) -> None:
+    if x is not None and (isinstance(x, bool) or not isinstance(x, (int, torch.SymInt))):
+        raise TypeError(f"{name}: {x!r}, wanted an int")
 
 
 def _per_head(name: str, x: Tensor | None, query: Tensor, statistics: torch.dtype) -> Tensor | None:

@@ -66,6 +66,7 @@ def cuda_reason() -> str | None:
 
 
 def build_info() -> BuildInfo:
+    """What was built, what of it runs here, and why not more; print it, or read its fields."""
     record = build_record()
     reason = cuda_reason()
     return BuildInfo(

@@ -63,8 +63,15 @@ def _statistics(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _check_devices(*tensors: Tensor | None) -> None:
+    devices = {x.device for x in tensors if isinstance(x, Tensor)}
+    if len(devices) > 1:
+        raise ValueError(f"tensors on {' and '.join(sorted(map(str, devices)))}, wanted all on one device")
+
+
 @torch.library.register_fake("flashsoftmax::attention")
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _check_devices(query, key, value, *rest)
     return _empty_like_layout(query, value.size(3)), query.new_empty(query.shape[:3], dtype=_statistics(query))
 
 
@@ -92,14 +99,15 @@ def _(
 
 @torch.library.register_fake("flashsoftmax::merge")
 def _(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    _check_devices(*outs, *lses)
     return _empty_like_layout(outs[0], outs[0].size(3)), lses[0].new_empty(lses[0].shape)
 
 
 @torch.library.register_fake("flashsoftmax::merge_backward")
 def _(
-    grad_out: Tensor | None, grad_lse: Tensor | None, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor
+    grad_out: Tensor | None, grad_lse: Tensor | None, outs: list[Tensor], lses: list[Tensor], lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return out.new_empty((len(outs), *out.shape)), lse.new_empty((len(outs), *lse.shape))
+    return outs[0].new_empty((len(outs), *outs[0].shape)), lse.new_empty((len(outs), *lse.shape))
 
 
 # Autograd. Arguments are passed by position, so that ctx.needs_input_grad covers all of them.
@@ -121,10 +129,11 @@ def _attention_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | No
         raise NotImplementedError("attention_paged is not differentiable: pages have no gradient")
     if grad_out is None and grad_lse is None:
         return (None,) * inputs
-    attn_mask, sinks = ctx.saved_tensors[5], ctx.saved_tensors[7]
+    saved = ctx.saved_tensors
+    attn_mask, sinks = saved[5], saved[7]
     mask_grad = ctx.needs_input_grad[3]
     *grads, grad_mask, grad_sinks = torch.ops.flashsoftmax.attention_backward.default(
-        grad_out, grad_lse, *ctx.saved_tensors, *ctx.options, mask_grad
+        grad_out, grad_lse, *saved, *ctx.options, mask_grad
     )
     grad_mask = grad_mask.to(attn_mask.dtype) if mask_grad else None
     return (*grads, grad_mask, None, grad_sinks if sinks is not None else None, *(None,) * (inputs - 6))
@@ -133,7 +142,7 @@ def _attention_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | No
 def _merge_setup(ctx: Any, inputs: tuple[list[Tensor], list[Tensor]], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.states = len(inputs[0])
-    ctx.save_for_backward(*inputs[0], *inputs[1], *output)
+    ctx.save_for_backward(*inputs[0], *inputs[1], output[1])
 
 
 def _merge_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, Any]:
@@ -142,7 +151,7 @@ def _merge_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) 
         return [None] * n, [None] * n
     saved = ctx.saved_tensors
     grad_outs, grad_lses = torch.ops.flashsoftmax.merge_backward.default(
-        grad_out, grad_lse, list(saved[:n]), list(saved[n : 2 * n]), *saved[2 * n :]
+        grad_out, grad_lse, list(saved[:n]), list(saved[n : 2 * n]), saved[2 * n]
     )
     return list(grad_outs.unbind()), list(grad_lses.unbind())
 

@@ -10,7 +10,7 @@ template <class N> struct Row {
 
 // One block of keys, folded in as a kernel does it: raise, rescale, accumulate.
 template <class N> FLASHSOFTMAX_INLINE void add(Row<N>& row, const N* scores, const N* values, int64_t n) {
-  N tile_max = N(-kInfinity);
+  N tile_max = N(kHidden);
   for (int64_t j = 0; j < n; ++j) tile_max = max(scores[j], tile_max);
   row.a *= raise(row.state, tile_max);
   for (int64_t j = 0; j < n; ++j) {
@@ -75,6 +75,12 @@ int64_t first(int64_t i, int64_t q_offset, int64_t left, int64_t right, int64_t 
 }
 int64_t end(int64_t i, int64_t q_offset, int64_t left, int64_t right, int64_t kv_len) {
   return Band{q_offset, {left, right}, kv_len}.end(i);
+}
+int64_t first_query(int64_t j0, int64_t q_offset, int64_t left, int64_t right, int64_t kv_len) {
+  return Band{q_offset, {left, right}, kv_len}.first_query(j0);
+}
+int64_t end_query(int64_t j1, int64_t q_offset, int64_t left, int64_t right, int64_t kv_len) {
+  return Band{q_offset, {left, right}, kv_len}.end_query(j1);
 }
 int64_t unbounded() { return kUnbounded; }
 

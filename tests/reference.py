@@ -22,6 +22,7 @@ def scores(
     sinks: Tensor | None = None,
     q_offset: int | None = None,
     kv_lens: Tensor | None = None,
+    term_by_term: bool = False,
 ) -> Tensor:
     """[batch, heads, rows, keys + 1]. The last key is the sink, of score -inf where there is none."""
     (batch, heads, rows, dim), keys, device = query.shape, key.shape[2], query.device
@@ -37,7 +38,8 @@ def scores(
     if right is not None:
         visible = visible & (distance >= -right)
 
-    s = query @ per_query_head(query, key, kv_lens).mT * (max(dim, 1) ** -0.5 if scale is None else scale)
+    s = product(query, per_query_head(query, key, kv_lens).mT, term_by_term)
+    s = s * (max(dim, 1) ** -0.5 if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:
@@ -59,31 +61,48 @@ def per_query_head(query: Tensor, x: Tensor, kv_lens: Tensor | None) -> Tensor:
     return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
-def attention(query, key, value, attn_mask=None, *, softmax=None, **options) -> tuple[Tensor, Tensor]:
-    s = scores(query, key, attn_mask, **options)
+def product(a: Tensor, b: Tensor, term_by_term: bool) -> Tensor:
+    """a @ b, as the library sums it or one term after another: two orders, two errors."""
+    if not term_by_term:
+        return a @ b
+    total = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=a.dtype, device=a.device)
+    for k in range(a.shape[-1]):
+        total = total + a[..., k, None] * b[..., None, k, :]
+    return total
+
+
+def attention(query, key, value, attn_mask=None, *, term_by_term=False, textbook=False, **options):
+    """(out, lse)."""
+    s = scores(query, key, attn_mask, term_by_term=term_by_term, **options)
     v = pad(per_query_head(query, value, options.get("kv_lens")), (0, 0, 0, 1))
-    if softmax is not None:
-        return softmax(s, v)
+    if textbook:
+        other = scores(query.detach(), key.detach(), attn_mask, term_by_term=not term_by_term, **options)
+        return Textbook.apply(
+            s, v, torch.logsumexp(other.detach().to(torch.promote_types(s.dtype, torch.float32)), -1)
+        )
     masked = (s == -torch.inf).all(-1, keepdim=True)
     s = s.masked_fill(masked, 0)
-    return torch.softmax(s, -1).masked_fill(masked, 0) @ v, torch.logsumexp(s, -1).masked_fill(
-        masked[..., 0], -torch.inf
-    )
+    out = product(torch.softmax(s, -1).masked_fill(masked, 0), v, term_by_term)
+    return out, torch.logsumexp(s, -1).masked_fill(masked[..., 0], -torch.inf)
 
 
 class Textbook(torch.autograd.Function):
-    """The textbook's backward, densely: P from a float32 lse, dS = P (dP - sum(dO O) + dlse)."""
+    """The textbook's backward, densely: P from an lse and from scores that are summed in another order than it was,
+    dS = P (dP - sum(dO O) + dlse)."""
 
     @staticmethod
-    def forward(ctx, s, v):
-        lse = torch.logsumexp(s.float(), -1)
-        p = torch.exp(s.float() - lse[..., None]).masked_fill(lse[..., None] == -torch.inf, 0).to(s.dtype)
+    def forward(ctx, s, v, lse):
+        p = (
+            torch.exp(s.to(lse.dtype) - lse[..., None])
+            .masked_fill(lse[..., None] == -torch.inf, 0)
+            .to(s.dtype)
+        )
         out = p @ v
         ctx.save_for_backward(p, v, out)
-        return out, lse
+        return out, lse.clone()
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         p, v, out = ctx.saved_tensors
         delta = (grad_out * out).sum(-1) - grad_lse.to(p.dtype)
-        return p * (grad_out @ v.mT - delta[..., None]), p.mT @ grad_out
+        return p * (grad_out @ v.mT - delta[..., None]), p.mT @ grad_out, None

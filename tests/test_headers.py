@@ -40,7 +40,7 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or tool("g++")
     compile_with(*compiler.split(), "-std=c++17", "-O2", *WARNINGS, "-shared", "-fPIC", SOURCE, "-o", library)
     loaded = ctypes.CDLL(str(library))
-    for name in ("first", "end", "unbounded"):
+    for name in ("first", "end", "first_query", "end_query", "unbounded"):
         getattr(loaded, name).restype = ctypes.c_int64
     return loaded
 
@@ -142,23 +142,23 @@ def test_score(headers: ctypes.CDLL, dtype: torch.dtype, softcap: float) -> None
 # --- mask.h: the band ---
 
 
+Rule = tuple[int, int, int, int]  # q_offset, left, right, kv_len
+
+
 @st.composite
-def bands(draw: st.DrawFn, unbounded: int = 1 << 60) -> tuple[int, int, int, int]:
-    """(q_offset, left, right, kv_len)"""
-    bound = st.one_of(st.integers(0, 12), st.just(unbounded))
+def bands(draw: st.DrawFn) -> Rule:
+    bound = st.one_of(st.integers(0, 12), st.just(1 << 60))
     return draw(st.integers(-20, 40)), draw(bound), draw(bound), draw(st.integers(0, 24))
 
 
-def visible(i: int, j: int, band: tuple[int, int, int, int]) -> bool:
+def visible(i: int, j: int, band: Rule) -> bool:
     q_offset, left, right, kv_len = band
     return i + q_offset - left <= j <= i + q_offset + right and 0 <= j < kv_len
 
 
 @hypothesis.settings(max_examples=500)
 @hypothesis.given(bands(), st.integers(0, 10), st.integers(1, 8), st.integers(0, 30), st.integers(1, 12))
-def test_verdict(
-    headers: ctypes.CDLL, band: tuple[int, int, int, int], i0: int, rows: int, j0: int, keys: int
-) -> None:
+def test_verdict(headers: ctypes.CDLL, band: Rule, i0: int, rows: int, j0: int, keys: int) -> None:
     i1, j1 = i0 + rows, j0 + keys
     seen = [visible(i, j, band) for i in range(i0, i1) for j in range(j0, j1)]
     verdict = headers.verdict(*map(ctypes.c_int64, (i0, i1, j0, j1, *band)))
@@ -170,9 +170,20 @@ def test_verdict(
 
 
 @hypothesis.given(bands(), st.integers(0, 10))
-def test_first_and_end(headers: ctypes.CDLL, band: tuple[int, int, int, int], i: int) -> None:
+def test_first_and_end(headers: ctypes.CDLL, band: Rule, i: int) -> None:
     first, end = (f(*map(ctypes.c_int64, (i, *band))) for f in (headers.first, headers.end))
     assert [j for j in range(40) if first <= j < end] == [j for j in range(40) if visible(i, j, band)]
+
+
+@hypothesis.given(bands(), st.integers(0, 23), st.integers(1, 12))
+def test_first_and_end_query(headers: ctypes.CDLL, band: Rule, j0: int, keys: int) -> None:
+    band = (*band[:3], 24)  # the keys of a tile are there
+    j1 = min(j0 + keys, 24)
+    first, end = (
+        f(*map(ctypes.c_int64, (j, *band))) for f, j in ((headers.first_query, j0), (headers.end_query, j1))
+    )
+    seen = [i for i in range(70) if any(visible(i, j, band) for j in range(j0, j1))]
+    assert [i for i in range(70) if first <= i < end] == seen
 
 
 def test_unbounded_does_not_overflow(headers: ctypes.CDLL) -> None:

@@ -41,4 +41,6 @@ def test_forward_and_backward(rows, keys, options):
     scores = 4 * rows * keys / 2**20
     allowed = 1.5 * inputs_and_gradients + 16
     grown = float(result.stdout)
-    assert grown < allowed, f"grew by {grown:.0f} MiB; inputs and gradients have {inputs_and_gradients:.0f}, scores {scores:.0f}"
+    assert grown < allowed, (
+        f"grew by {grown:.0f} MiB; inputs and gradients have {inputs_and_gradients:.0f}, scores {scores:.0f}"
+    )

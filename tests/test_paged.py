@@ -29,7 +29,7 @@ def paged(inputs, lens, page_size, *, unused=-1, spare=2):
         pages[f"{name}_pages"] = pool
     return pages | {
         "block_table": table.to(inputs["query"].device),
-        "kv_lens": torch.tensor(lens, device=inputs["query"].device),
+        "kv_lens": torch.tensor(lens, dtype=torch.int64, device=inputs["query"].device),
     }
 
 

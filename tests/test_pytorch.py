@@ -9,47 +9,26 @@ from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.testing import assert_close
 
+import operators
 from cases import Case, case
 from checks import DIFFERENTIABLE, assert_same_bits, gradients, is_real, random_gradients
 from flashsoftmax import attention, attention_paged, attention_varlen, merge
+from operators import integers
 
 WRT = ["query", "key", "value"]
 
 
-def integers(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-# The arguments of torch.ops.flashsoftmax.attention in order, and ways to fill them.
-DENSE = Case("", batch=2, heads=(4, 2), rows=5, keys=9, dim=8, value_dim=6)
-DEFAULTS = dict.fromkeys(
-    ("attn_mask", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_table")
-) | {"max_seqlen_q": 5, "max_seqlen_k": 9, "scale": 0.3, "softcap": 0.0, "window_left": None}
-DEFAULTS |= {"window_right": None, "q_offset": None, "split_size": None}
-
-
-def dense_arguments(layout="contiguous", **options):
-    inputs = DENSE.__class__(**vars(DENSE) | {"layout": layout}).inputs(torch.float32)
-    return {name: inputs[name] for name in WRT} | DEFAULTS | options
-
-
-def sample_arguments():
-    yield "plain", dense_arguments()
-    yield "heads-in-rows", dense_arguments("heads-in-rows")
-    yield "dim-not-last", dense_arguments("dim-not-last")
-    yield "band", dense_arguments(window_left=3, window_right=0, q_offset=2, split_size=4, softcap=2.0)
-    yield "bool-mask", dense_arguments(attn_mask=torch.rand(5, 9) < 0.7)
-    yield "float-mask", dense_arguments(attn_mask=torch.randn(2, 1, 5, 9), sinks=torch.randn(4))
-    yield "lengths", dense_arguments(kv_lens=integers(9, 4), alibi_slopes=torch.rand(4))
-    tokens = {"query": torch.randn(1, 4, 9, 8), "key": torch.randn(1, 2, 9, 8), "value": torch.randn(1, 2, 9, 6)}
-    offsets = {"cu_seqlens_q": integers(0, 5, 9), "cu_seqlens_k": integers(0, 4, 9)}
-    yield "varlen", tokens | DEFAULTS | offsets
-    pages = {"query": torch.randn(2, 4, 5, 8), "key": torch.randn(3, 2, 3, 8), "value": torch.randn(3, 2, 3, 6)}
-    table = {"block_table": integers([2, 0, 1], [1, 2, -1]), "kv_lens": integers(9, 5)}
-    yield "paged", pages | DEFAULTS | table
-
-
-SAMPLES = dict(sample_arguments())
+SAMPLES = {
+    "plain": lambda: operators.attention(),
+    "heads-in-rows": lambda: operators.attention(layout="heads-in-rows"),
+    "dim-not-last": lambda: operators.attention(layout="dim-not-last"),
+    "band": lambda: operators.attention(window_left=3, window_right=0, q_offset=2, split_size=4, softcap=2.0),
+    "bool-mask": lambda: operators.attention(attn_mask=torch.rand(2, 4, 5, 9) < 0.7),
+    "float-mask": lambda: operators.attention(attn_mask=torch.randn(2, 4, 5, 9), sinks=torch.randn(4)),
+    "lengths": lambda: operators.attention(kv_lens=integers(9, 4), alibi_slopes=torch.rand(4)),
+    "varlen": lambda: operators.attention("varlen"),
+    "paged": lambda: operators.attention("paged"),
+}
 
 
 def differentiable(arguments):
@@ -62,18 +41,16 @@ def differentiable(arguments):
 class TestOpcheck:
     @pytest.mark.parametrize("sample", SAMPLES)
     def test_attention(self, sample):
-        opcheck(torch.ops.flashsoftmax.attention.default, tuple(differentiable(SAMPLES[sample])))
+        opcheck(torch.ops.flashsoftmax.attention.default, tuple(differentiable(SAMPLES[sample]())))
 
     @pytest.mark.parametrize("sample", [name for name in SAMPLES if name != "paged"])
     @pytest.mark.parametrize("of", ["out", "lse", "both"])
     def test_attention_backward(self, sample, of):
-        forward = SAMPLES[sample]
+        forward = SAMPLES[sample]()
         out, lse = torch.ops.flashsoftmax.attention(*forward.values())
-        grads = [torch.randn_like(out) if of != "lse" else None, torch.randn_like(lse) if of != "out" else None]
-        rest = [forward[name] for name in forward if name not in (*WRT, "split_size")]
-        tensors = [forward[name] for name in WRT]
-        arguments = (*grads, *tensors, out, lse, *rest, is_real(forward["attn_mask"]))
-        opcheck(torch.ops.flashsoftmax.attention_backward.default, arguments)
+        grads = torch.randn_like(out) if of != "lse" else None, torch.randn_like(lse) if of != "out" else None
+        arguments = operators.attention_backward(forward, *grads, out, lse)
+        opcheck(torch.ops.flashsoftmax.attention_backward.default, tuple(arguments.values()))
 
     def test_merge(self):
         states = ([torch.randn(2, 3, 4, 5, requires_grad=True) for _ in range(3)],)
@@ -87,7 +64,7 @@ class TestOpcheck:
     def test_every_operator_is_here(self):
         names = {name.removeprefix("flashsoftmax::") for name in torch._C._dispatch_get_all_op_names()
                  if name.startswith("flashsoftmax::")}  # fmt: skip
-        assert names == {"attention", "attention_backward", "merge", "merge_backward"}
+        assert names == {"attention", "attention_backward", "merge", "merge_backward", "cpu_isa"}
 
 
 class TestGradcheck:
@@ -107,19 +84,22 @@ class TestGradcheck:
             {"mask": "float-2d", "sinks": True},
             {"mask": "float-keys"},
             {"batch": 2, "kv_lens": (5, 2), "causal": True, "q_offset": 3},
-            {"heads": (4, 2), "window": (4, 0), "scale": 0.7, "softcap": 1.2, "alibi": True, "sinks": True, "mask": "float-3d"},
+            {"softcap": 1.2, "alibi": True, "sinks": True, "mask": "float-3d", "window": (4, 0)},
         ],
         ids=lambda options: "-".join(options) or "plain",
     )  # fmt: skip
     def test_attention(self, options, rows):
         keys = 5
-        inputs = Case("", **{"rows": rows, "keys": keys, "dim": 3, "value_dim": 2, "split_size": 2} | options).inputs(torch.float64)
+        inputs = Case(
+            "", **{"rows": rows, "keys": keys, "dim": 3, "value_dim": 2, "split_size": 2} | options
+        ).inputs(torch.float64)
         inputs = {name: x.nan_to_num() if is_real(x) else x for name, x in inputs.items()}
         names = [name for name in DIFFERENTIABLE if is_real(inputs.get(name))]
-        _, lse = attention(**inputs, return_lse=True)
 
         def function(*tensors):
-            out, lse = attention(**inputs | dict(zip(names, tensors, strict=True)), split_size=2, return_lse=True)
+            out, lse = attention(
+                **inputs | dict(zip(names, tensors, strict=True)), split_size=2, return_lse=True
+            )
             return out, lse.masked_fill(lse.isinf(), 0)
 
         assert gradcheck(function, [inputs[name].requires_grad_() for name in names])
@@ -129,7 +109,9 @@ class TestGradcheck:
         cu_q, cu_k = integers(0, 4, 4, 7), integers(0, 2, 5, 7)
 
         def function(q, k, v):
-            return attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=4, max_seqlen_k=3, window=(3, 3), return_lse=True)
+            return attention_varlen(
+                q, k, v, cu_q, cu_k, max_seqlen_q=4, max_seqlen_k=3, window=(3, 3), return_lse=True
+            )
 
         assert gradcheck(function, (q, k, v))
 
@@ -170,16 +152,19 @@ class TestFake:
         def function(q, k, v):
             tensors = [x.requires_grad_() for x in (q, k, v)]
             out, lse = attention(*tensors, causal=True, return_lse=True)
-            return out, lse, *torch.autograd.grad((out, lse), tensors, (torch.ones_like(out), torch.ones_like(lse)))
+            return (
+                out,
+                lse,
+                *torch.autograd.grad((out, lse), tensors, (torch.ones_like(out), torch.ones_like(lse))),
+            )
 
         self.run(function, *(x.requires_grad_() for x in tensors))
 
     def test_varlen(self, dtype):
         q, k, v = (torch.randn(7, heads, 8, dtype=dtype) for heads in (4, 2, 2))
-        cu = integers(0, 3, 7)
+        options = {"max_seqlen_q": 4, "max_seqlen_k": 4, "return_lse": True}
         for query in (q, torch.randn(4, 7, 8, dtype=dtype).transpose(0, 1)):
-            self.run(lambda q, k, v, cu: attention_varlen(q, k, v, cu, cu, max_seqlen_q=4, max_seqlen_k=4, return_lse=True),
-                     query, k, v, cu)  # fmt: skip
+            self.run(lambda *x: attention_varlen(*x, x[-1], **options), query, k, v, integers(0, 3, 7))
 
     def test_paged(self, dtype):
         pages = torch.randn(5, 4, 2, 8, dtype=dtype)
@@ -228,9 +213,11 @@ class TestCompile:
         torch._dynamo.config.error_on_recompile, before = True, torch._dynamo.config.error_on_recompile
         try:
             for batch, rows, keys in [(2, 20, 40), (3, 33, 70), (4, 5, 41)]:
-                tensors = [torch.randn(batch, 2, n, 8, requires_grad=True) for n in (rows, keys, keys)]
-                tensors += [torch.randn(rows, keys, requires_grad=True), torch.randn(2, requires_grad=True)]
-                expected = attention(*tensors[:4], sinks=tensors[4], window=(30, 0), softcap=5.0, return_lse=True)
+                tensors = [torch.randn(batch, 6, n, 8, requires_grad=True) for n in (rows, keys, keys)]
+                tensors += [torch.randn(rows, keys, requires_grad=True), torch.randn(6, requires_grad=True)]
+                expected = attention(
+                    *tensors[:4], sinks=tensors[4], window=(30, 0), softcap=5.0, return_lse=True
+                )
                 found = compiled(*tensors)
                 assert_close(found, expected)
                 grads = [torch.randn_like(x) for x in expected]
@@ -241,11 +228,18 @@ class TestCompile:
     def test_varlen_paged_and_merge(self):
         @torch.compile(fullgraph=True, backend="aot_eager")
         def compiled(q, cu, pages, table, lens):
-            tokens, _ = attention_varlen(q, q, q, cu, cu, max_seqlen_q=4, max_seqlen_k=4, causal=True, return_lse=True)
-            states = [attention_paged(tokens[None].transpose(1, 2), pages, pages, table, lens, causal=c, return_lse=True) for c in (True, False)]
-            return merge(*zip(*states, strict=True))  # fmt: skip
+            tokens = attention_varlen(q, q, q, cu, cu, max_seqlen_q=4, max_seqlen_k=4, causal=True)
+            paged = tokens[None].transpose(1, 2), pages, pages, table, lens
+            states = [attention_paged(*paged, causal=causal, return_lse=True) for causal in (True, False)]
+            return merge(*zip(*states, strict=True))
 
-        arguments = torch.randn(7, 4, 8), integers(0, 3, 7), torch.randn(5, 4, 2, 8), integers([0, 4, 2]), integers(11)
+        arguments = (
+            torch.randn(7, 4, 8),
+            integers(0, 3, 7),
+            torch.randn(5, 4, 2, 8),
+            integers([0, 4, 2]),
+            integers(11),
+        )
         assert_close(compiled(*arguments), compiled._torchdynamo_orig_callable(*arguments))
 
     def test_autocast_inside(self):
@@ -259,10 +253,15 @@ class TestCompile:
 
 
 class TestVmap:
-    @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (1, 0, 0), (None, 2, 4), (-1, 0, None)], ids=str)
+    @pytest.mark.parametrize(
+        "in_dims", [(0, 0, 0), (0, None, None), (1, 0, 0), (None, 2, 4), (-1, 0, None)], ids=str
+    )
     def test_attention(self, in_dims):
         tensors = [torch.randn(2, heads, n, 8) for heads, n in ((4, 5), (2, 7), (2, 7))]
-        tensors = [x if d is None else torch.stack([x, x + 1, 2 * x], d) for x, d in zip(tensors, in_dims, strict=True)]
+        tensors = [
+            x if d is None else torch.stack([x, x + 1, 2 * x], d)
+            for x, d in zip(tensors, in_dims, strict=True)
+        ]
 
         def function(q, k, v):
             return attention(q, k, v, causal=True, return_lse=True)
@@ -286,17 +285,27 @@ class TestVmap:
             self.check(attention, (0, None, None, 0), (q, k, v, torch.randn(3, *shape)))
 
     def test_varlen(self):
-        q, k, v, cu = torch.randn(3, 7, 4, 8), torch.randn(3, 9, 2, 8), torch.randn(9, 2, 6), integers(0, 3, 7)
+        q, k, v, cu = (
+            torch.randn(3, 7, 4, 8),
+            torch.randn(3, 9, 2, 8),
+            torch.randn(9, 2, 6),
+            integers(0, 3, 7),
+        )
 
         def function(q, k, v, cu):
-            return attention_varlen(q, k, v, cu, integers(0, 4, 9), max_seqlen_q=5, max_seqlen_k=5, return_lse=True)
+            return attention_varlen(
+                q, k, v, cu, integers(0, 4, 9), max_seqlen_q=5, max_seqlen_k=5, return_lse=True
+            )
 
         self.check(function, (0, 0, None, None), (q, k, v, cu))
         self.check(function, (0, 0, None, 0), (q, k, v, integers([0, 3, 7], [0, 2, 7], [0, 5, 7])))
 
     def test_paged(self):
         q, pages = torch.randn(3, 2, 4, 3, 8), torch.randn(3, 5, 4, 2, 8)
-        table, lens = integers([[0, 1], [4, 2]], [[1, 1], [0, 2]], [[3, 2], [4, 2]]), integers([8, 5], [1, 2], [0, 8])
+        table, lens = (
+            integers([[0, 1], [4, 2]], [[1, 1], [0, 2]], [[3, 2], [4, 2]]),
+            integers([8, 5], [1, 2], [0, 8]),
+        )
 
         def function(*x):
             return attention_paged(*x, return_lse=True)
@@ -324,10 +333,16 @@ class TestVmap:
     @staticmethod
     def check(function, in_dims, tensors):
         def part(i):
-            return function(*(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True)))
+            return function(
+                *(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True))
+            )
 
         found, parts = torch.vmap(function, in_dims)(*tensors), [part(i) for i in range(3)]
-        stacked = torch.stack(parts) if isinstance(found, torch.Tensor) else tuple(map(torch.stack, zip(*parts, strict=True)))
+        stacked = (
+            torch.stack(parts)
+            if isinstance(found, torch.Tensor)
+            else tuple(map(torch.stack, zip(*parts, strict=True)))
+        )
         assert_close(found, stacked)
 
 
@@ -351,7 +366,10 @@ class TestAutocast:
         with torch.autocast("cpu", torch.bfloat16):
             assert attention_varlen(q, q, q, cu, cu, max_seqlen_q=4, max_seqlen_k=4).dtype == torch.bfloat16
             query = torch.randn(1, 4, 3, 8)
-            assert attention_paged(query, pages, pages.half(), integers([0]), integers(4)).dtype == torch.bfloat16
+            assert (
+                attention_paged(query, pages, pages.half(), integers([0]), integers(4)).dtype
+                == torch.bfloat16
+            )
 
     def test_float64_and_integers_are_left_alone(self):
         q = torch.randn(1, 2, 9, 8, dtype=torch.float64)
@@ -377,7 +395,9 @@ class Block(torch.nn.Module):
         return self.attention(q, k, v, causal=True, sinks=self.sinks)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
 def test_a_module_that_holds_the_functions_is_copied(copied):
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
     block = Block()
@@ -390,13 +410,20 @@ class TestWhatAutogradCannotDo:
     def test_double_backward(self):
         q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
         (gradient,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
-        with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)double backward|differentiat.* twice|second"):
+        with pytest.raises(
+            (RuntimeError, NotImplementedError), match=r"(?i)double backward|differentiat.* twice|second"
+        ):
             gradient.sum().backward()
 
     def test_double_backward_of_merge(self):
-        outs, lses = torch.randn(2, 1, 2, 5, 8, requires_grad=True), torch.randn(2, 1, 2, 5, requires_grad=True)
+        outs, lses = (
+            torch.randn(2, 1, 2, 5, 8, requires_grad=True),
+            torch.randn(2, 1, 2, 5, requires_grad=True),
+        )
         (gradient,) = torch.autograd.grad(merge(outs, lses)[0].square().sum(), lses, create_graph=True)
-        with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)double backward|differentiat.* twice|second"):
+        with pytest.raises(
+            (RuntimeError, NotImplementedError), match=r"(?i)double backward|differentiat.* twice|second"
+        ):
             gradient.sum().backward()
 
     @pytest.mark.parametrize("which", [0, 1, 2])
@@ -433,7 +460,9 @@ def test_checkpointing():
     q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
     out = torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False)
     grad = torch.randn_like(out)
-    assert_same_bits(torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(attention(q, k, v), (q, k, v), grad))
+    assert_same_bits(
+        torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(attention(q, k, v), (q, k, v), grad)
+    )
 
 
 def test_no_grad_and_inference_mode():
@@ -458,5 +487,7 @@ def test_gradients_accumulate_over_two_calls_that_share_keys():
     inputs, call = case("heads-6-2").inputs(torch.float64), case("heads-6-2").call(attention)
     grads = random_gradients(call, inputs)
     single = gradients(call, inputs, grads, WRT)
-    twice = gradients(lambda **x: [a + b for a, b in zip(call(**x), call(**x), strict=True)], inputs, grads, WRT)
+    twice = gradients(
+        lambda **x: [a + b for a, b in zip(call(**x), call(**x), strict=True)], inputs, grads, WRT
+    )
     assert_close(twice, [2 * x for x in single])

@@ -9,11 +9,11 @@ from flashsoftmax import attention, attention_varlen, merge
 
 ROWS = pytest.mark.parametrize("rows", [1, 7, 70], ids=["one-row", "decode", "tiled"])
 WRT = ["query", "key", "value"]
-call = Case("", split_size=64).call(attention)
+call = Case("", split_size=128).call(attention)
 
 
 def make(rows, dtype, **options):
-    sizes = {"batch": 3, "heads": (6, 2), "rows": rows, "keys": 300, "dim": 24, "value_dim": 40}
+    sizes = {"batch": 3, "heads": (6, 2), "rows": rows, "keys": 600, "dim": 24, "value_dim": 40}
     return Case(
         "", **sizes | {"causal": True, "softcap": 8.0, "alibi": True, "sinks": True} | options
     ).inputs(dtype)
@@ -30,6 +30,19 @@ def test_of_the_number_of_threads(rows, dtype, threads):
     grads = random_gradients(call, inputs)
     results = []
     for count in (1, 2, 3, 3):
+        threads(count)
+        results.append(everything(inputs, grads))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 70])
+def test_of_the_number_of_threads_where_they_share_one_head(rows, dtype, threads):
+    """There is less to share out than threads, unless the splits are."""
+    inputs = make(rows, dtype, batch=1, heads=(1, 1), keys=1500)
+    grads = random_gradients(call, inputs)
+    results = []
+    for count in (1, 2, 3, 8):
         threads(count)
         results.append(everything(inputs, grads))
     for result in results[1:]:
@@ -68,7 +81,7 @@ def test_of_the_other_heads(rows, dtype):
 
 @ROWS
 def test_of_sharing_keys_between_heads(rows, dtype):
-    """Grouped queries have the bits of keys repeated for each head. Their gradients are sums over the group."""
+    """Grouped queries have the bits of keys repeated for each head. Gradients are summed over the group."""
     inputs = make(rows, dtype)
     repeated = inputs | {name: inputs[name].repeat_interleave(3, 1) for name in ("key", "value")}
     assert_same_bits(call(**repeated), call(**inputs))
@@ -76,7 +89,7 @@ def test_of_sharing_keys_between_heads(rows, dtype):
 
 @ROWS
 def test_of_the_padding_of_the_cache(rows, dtype):
-    inputs = make(rows, dtype, kv_lens=(300, 17, 130))
+    inputs = make(rows, dtype, kv_lens=(600, 17, 330))
     grads = random_gradients(call, inputs)
     before = everything(inputs, grads)
     padded = inputs | {
@@ -85,24 +98,24 @@ def test_of_the_padding_of_the_cache(rows, dtype):
     }
     after = everything(padded, grads)
     for i in (3, 4):
-        assert not after[i][:, :, 300:].any()
-        after[i] = after[i][:, :, :300]
+        assert not after[i][:, :, 600:].any()
+        after[i] = after[i][:, :, :600]
     assert_same_bits(after, before)
 
 
 def test_of_the_length_that_kv_lens_says(dtype):
     """A sequence in a padded cache has the bits of the sequence alone."""
-    inputs = make(5, dtype, batch=1, kv_lens=(130,))
+    inputs = make(5, dtype, batch=1, kv_lens=(330,))
     cut = {name: x for name, x in inputs.items() if name != "kv_lens"} | {
-        name: inputs[name][:, :, :130] for name in ("key", "value")
+        name: inputs[name][:, :, :330] for name in ("key", "value")
     }
     assert_same_bits(call(**inputs), call(**cut))
 
 
 @pytest.mark.parametrize("max_seqlen_q", [4, 60], ids=["decode", "tiled"])
 def test_of_the_other_sequences(max_seqlen_q, dtype):
-    lens_q, lens_k = torch.tensor([3, 1, 4, 2]) * max_seqlen_q // 4, torch.tensor([90, 200, 41, 0])
-    q, k, v = torch.randn(int(lens_q.sum()), 4, 16), torch.randn(331, 2, 16), torch.randn(331, 2, 24)
+    lens_q, lens_k = torch.tensor([3, 1, 4, 2]) * max_seqlen_q // 4, torch.tensor([90, 700, 41, 0])
+    q, k, v = torch.randn(int(lens_q.sum()), 4, 16), torch.randn(831, 2, 16), torch.randn(831, 2, 24)
     inputs = {"query": q.to(dtype), "key": k.to(dtype), "value": v.to(dtype)}
 
     def varlen(query, key, value, lens_q, lens_k):
@@ -113,9 +126,9 @@ def test_of_the_other_sequences(max_seqlen_q, dtype):
             value,
             *cu,
             max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=200,
+            max_seqlen_k=700,
             causal=True,
-            split_size=64,
+            split_size=128,
             return_lse=True,
         )
 

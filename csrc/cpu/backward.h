@@ -14,22 +14,32 @@ namespace flashsoftmax::FLASHSOFTMAX_ISA {
 
 template <class T> class Backward {
   using A = Accumulate<T>;
+  using E = Packed<T>;
+  using Element = std::conditional_t<kDepth<E> == 1, A, T>;  // that E is made of
   using V = Vec<A>;
+  using Block = DimBlock<E>;
 
-  static constexpr int64_t group = kGroup<A>;
-  static constexpr int64_t tile_queries = 64 / group * group, tile_keys = kTileKeys;
+  static constexpr int64_t group = Block::cols * V::lanes;
+  static constexpr int64_t tile_queries = 64, tile_keys = kTileKeys;
+  static_assert(tile_queries % group == 0);
 
+  // A tile of a tensor, as the products need it.
+  struct Tile {
+    E* rows;    // [tile][depth], for products along head_dim
+    E* columns; // [depth][tile], the same transposed
+    E* across;  // [tile / kDepth][width], for products across the rows
+  };
   struct Workspace {
-    A *q, *q_finite, *q_t;     // [tile_queries][dim] twice, [dim][tile_queries]
-    A *grad_o, *grad_o_t;      // [tile_queries][dim_v], [dim_v][tile_queries]
-    A *k, *k_finite, *v;       // [tile_keys][dim] twice, [tile_keys][dim_v]
-    A *p, *ds, *grad_bias;     // [tile_keys][tile_queries]
-    A *grad_k, *grad_v;        // [tile_keys][dim], [tile_keys][dim_v]
-    A *lse, *delta, *mask;     // [tile_queries], [tile_queries]
+    Tile q, grad_o, k, v;
+    A *s, *grad_p, *grad_bias;  // [tile_keys][tile_queries]
+    E *p, *ds;                  // [tile_keys][tile_queries / kDepth]
+    E* ds_across;               // [tile_keys / kDepth][tile_queries]
+    A *grad_k, *grad_v;         // [tile_keys][width], [tile_keys][width_v]
+    A *lse, *delta, *mask;      // [tile_queries], [tile_queries]
   };
   // Of the whole call.
   struct Shared {
-    A *delta, *grad_q;                // [batch, heads_q, rows_q], [batch, heads_q, rows_q, dim]
+    A *delta, *grad_q;                // [batch, heads_q, rows_q], [batch, heads_q, rows_q, width]
     std::atomic<int64_t>* progress;   // [kv heads][key_tiles], the item that a task is at
   };
   struct Row {
@@ -38,7 +48,8 @@ template <class T> class Backward {
 
   const AttentionGradParams& grad;
   const AttentionParams& p = grad.forward;
-  const int64_t dim = round_up(p.head_dim, group), dim_v = round_up(p.head_dim_v, group);
+  const int64_t depth = round_up(ceil_div(p.head_dim, kDepth<E>), 16), depth_v = round_up(ceil_div(p.head_dim_v, kDepth<E>), 16);
+  const int64_t width = round_up(p.head_dim, group), width_v = round_up(p.head_dim_v, group);
   const int64_t batch = p.cu_seqlens_q ? 1 : p.sequences;
   const int64_t rows = batch * p.heads_q * p.rows_q;
   const int64_t key_tiles = ceil_div(p.seqlen_k, tile_keys);
@@ -47,18 +58,25 @@ template <class T> class Backward {
   const bool plain = plain_scores(p);
 
   Workspace take_workspace(Arena& arena) const {
+    auto tile = [&](int64_t rows, int64_t depth, int64_t width) {
+      return Tile{arena.take<E>(rows * depth), arena.take<E>(rows * depth), arena.take<E>(rows * width)};
+    };
+    auto scores = [&](auto element) { return arena.take<decltype(element)>(tile_keys * tile_queries); };
     Workspace w;
-    for (A** tile : {&w.q, &w.q_finite, &w.q_t}) *tile = arena.take<A>(tile_queries * dim);
-    for (A** tile : {&w.grad_o, &w.grad_o_t}) *tile = arena.take<A>(tile_queries * dim_v);
-    for (A** tile : {&w.k, &w.k_finite, &w.grad_k}) *tile = arena.take<A>(tile_keys * dim);
-    for (A** tile : {&w.v, &w.grad_v}) *tile = arena.take<A>(tile_keys * dim_v);
-    for (A** tile : {&w.p, &w.ds, &w.grad_bias}) *tile = arena.take<A>(tile_keys * tile_queries);
-    for (A** tile : {&w.lse, &w.delta}) *tile = arena.take<A>(tile_queries);
+    w.q = tile(tile_queries, depth, width);
+    w.grad_o = tile(tile_queries, depth_v, width_v);
+    w.k = tile(tile_keys, depth, width);
+    w.v = tile(tile_keys, depth_v, width_v);
+    for (A** x : {&w.s, &w.grad_p, &w.grad_bias}) *x = scores(A());
+    for (E** x : {&w.p, &w.ds, &w.ds_across}) *x = scores(E());
+    w.grad_k = arena.take<A>(tile_keys * width);
+    w.grad_v = arena.take<A>(tile_keys * width_v);
+    for (A** x : {&w.lse, &w.delta}) *x = arena.take<A>(tile_queries);
     w.mask = arena.take<A>(p.mask.data ? 2 * tile_keys * group : 0);
     return w;
   }
   Shared take_shared(Arena& arena) const {
-    return {arena.take<A>(rows), arena.take<A>(rows * dim), arena.take<std::atomic<int64_t>>(tasks)};
+    return {arena.take<A>(rows), arena.take<A>(rows * width), arena.take<std::atomic<int64_t>>(tasks)};
   }
   int64_t workspace_bytes() const {
     Arena arena(nullptr);
@@ -74,61 +92,76 @@ template <class T> class Backward {
   // delta of a row, and its dQ cleared
   void prepare(int64_t r, const Workspace& w, const Shared& shared) const {
     Row at_row = row(r);
-    V sums(A(0));
-    if (grad.grad_out.data) {
-      widen(at<T>(p.out, at_row.b, at_row.h, at_row.i), p.out.dim, p.head_dim_v, dim_v, w.v);
-      widen(at<T>(grad.grad_out, at_row.b, at_row.h, at_row.i), grad.grad_out.dim, p.head_dim_v, dim_v, w.grad_o);
-      for (int64_t d = 0; d < dim_v; d += V::lanes) sums = sums + V::load(w.v + d) * V::load(w.grad_o + d);
-    }
     A delta = 0;
-    for (int lane = 0; lane < V::lanes; lane++) delta += sums.v[lane];
+    if (grad.grad_out.data) {
+      A *o = w.grad_k, *grad_o = w.grad_v;
+      widen(at<T>(p.out, at_row.b, at_row.h, at_row.i), p.out.dim, p.head_dim_v, width_v, o);
+      widen(at<T>(grad.grad_out, at_row.b, at_row.h, at_row.i), grad.grad_out.dim, p.head_dim_v, width_v, grad_o);
+      V sums(0);
+      for (int64_t d = 0; d < width_v; d += V::lanes) sums = sums + V::load(o + d) * V::load(grad_o + d);
+      for (int lane = 0; lane < V::lanes; lane++) delta += sums.v[lane];
+    }
     if (grad.grad_lse.data) delta -= *at<A>(grad.grad_lse, at_row.b, at_row.h, at_row.i);
     shared.delta[r] = from_lse(*at<A>(p.lse, at_row.b, at_row.h, at_row.i)).l == A(0) ? A(0) : delta;
-    std::memset(static_cast<void*>(shared.grad_q + r * dim), 0, dim * sizeof(A));
+    std::memset(static_cast<void*>(shared.grad_q + r * width), 0, width * sizeof(A));
+  }
+
+  Rows<Element> elements(const E* rows, int64_t depth) const {
+    return {reinterpret_cast<const Element*>(rows), kDepth<E> * depth, 1};
   }
 
   // Queries [i, i + n) of a head. An empty row takes no part, whatever it and its gradient hold.
   void pack_queries(const Sequence& s, int64_t h, int64_t i, int64_t n, const Workspace& w, const Shared& shared) const {
-    pack(query_rows<T>(p.query, s, h), i, n, tile_queries, p.head_dim, dim, w.q);
+    pack(query_rows<T>(p.query, s, h), i, n, tile_queries, p.head_dim, depth, w.q.rows);
     if (grad.grad_out.data)
-      pack(query_rows<T>(grad.grad_out, s, h), i, n, tile_queries, p.head_dim_v, dim_v, w.grad_o);
+      pack(query_rows<T>(grad.grad_out, s, h), i, n, tile_queries, p.head_dim_v, depth_v, w.grad_o.rows);
     else
-      std::memset(static_cast<void*>(w.grad_o), 0, tile_queries * dim_v * sizeof(A));
+      std::memset(static_cast<void*>(w.grad_o.rows), 0, tile_queries * depth_v * sizeof(E));
     int64_t r = (s.q_batch * p.heads_q + h) * p.rows_q + s.q_row + i;
     for (int64_t q = 0; q < tile_queries; q++) {
       w.lse[q] = q < n ? *at<A>(p.lse, s.q_batch, h, s.q_row + i + q) : A(0);
       w.delta[q] = q < n ? shared.delta[r + q] : A(0);
       if (from_lse(w.lse[q]).l != A(0)) continue;
-      std::memset(static_cast<void*>(w.q + q * dim), 0, dim * sizeof(A));
-      std::memset(static_cast<void*>(w.grad_o + q * dim_v), 0, dim_v * sizeof(A));
+      std::memset(static_cast<void*>(w.q.rows + q * depth), 0, depth * sizeof(E));
+      std::memset(static_cast<void*>(w.grad_o.rows + q * depth_v), 0, depth_v * sizeof(E));
     }
-    make_finite(w.q, tile_queries * dim, w.q_finite);
-    transpose(w.q, dim, tile_queries, dim, w.q_t, tile_queries);
-    transpose(w.grad_o, dim_v, tile_queries, dim_v, w.grad_o_t, tile_queries);
+    transpose(w.q.rows, depth, tile_queries, depth, w.q.columns, tile_queries);
+    transpose(w.grad_o.rows, depth_v, tile_queries, depth_v, w.grad_o.columns, tile_queries);
+    pack_across(elements(w.q.rows, depth), 0, n, p.head_dim, width, w.q.across);
+    pack_across(elements(w.grad_o.rows, depth_v), 0, n, p.head_dim_v, width_v, w.grad_o.across);
+    make_finite(w.q.across, ceil_div(n, kDepth<E>) * width);
   }
 
   // P and dS of one group of queries; column is the group's place in the tile.
   template <bool masked>
-  void weigh(const GroupScores<A>& score, int64_t column, int64_t n, const Workspace& w) const {
+  HOT void weigh(const GroupScores<A, Block::cols>& score, int64_t column, KeyRange keys, const Workspace& w) const {
     const V scale(p.scale);
-    unroll<kCols>([&](auto c) {
-      int64_t lane = column + c * V::lanes;
+    unroll<Block::cols>([&](auto c) {
+      const int64_t lane = column + c * V::lanes;
       const V lse = V::load(w.lse + lane), delta = V::load(w.delta + lane);
-      for (int64_t j = 0; j < n; j++) {
-        A *p_at = w.p + j * tile_queries + lane, *ds_at = w.ds + j * tile_queries + lane;
-        V dot = V::load(p_at), grad_p = V::load(ds_at);
+      auto weigh_key = [&](int64_t j) {
+        const int64_t at = j * tile_queries + lane;
+        V dot = V::load(w.s + at), grad_p = V::load(w.grad_p + at);
         V capped = masked ? score.capped(dot) : dot * scale;
         V s = masked ? score(j, c, capped) : capped;
         V p = weight(s, lse);
         V ds = p * (grad_p - delta);
         if (masked) {
-          ds = select(s == V(kHidden), V(A(0)), ds);
-          ds.store(w.grad_bias + j * tile_queries + lane);
-          ds = ds * score.capped_slope(capped);
+          auto hidden = s == V(kHidden);
+          select(hidden, V(0), ds).store(w.grad_bias + at);
+          ds = select(hidden, V(0), ds * score.capped_slope(capped));
         }
-        p.store(p_at);
-        ds.store(ds_at);
-      }
+        store(p, reinterpret_cast<Element*>(w.p) + at);
+        store(ds, reinterpret_cast<Element*>(w.ds) + at);
+        return ds;
+      };
+      if constexpr (kDepth<E> == 1)
+        for (int64_t j = keys.begin; j < keys.end; j++) weigh_key(j);
+      else
+        for (int64_t j = keys.begin; j < keys.end; j += 2) {
+          V low = weigh_key(j);
+          store_pairs(low, j + 1 < keys.end ? weigh_key(j + 1) : V(0), w.ds_across + j / 2 * tile_queries + lane);
+        }
     });
   }
 
@@ -138,11 +171,12 @@ template <class T> class Backward {
     int64_t j0 = tile * tile_keys, n = min(tile_keys, s.band.kv_len - j0);
     if (n <= 0) return;
     Rows<T> keys = key_rows<T>(p, p.key, s, b, kv_head), values = key_rows<T>(p, p.value, s, b, kv_head);
-    pack(keys, j0, n, round_up(n, kRows), p.head_dim, dim, w.k);
-    pack(values, j0, n, round_up(n, kRows), p.head_dim_v, dim_v, w.v);
-    make_finite(w.k, n * dim, w.k_finite);
-    std::memset(static_cast<void*>(w.grad_k), 0, tile_keys * dim * sizeof(A));
-    std::memset(static_cast<void*>(w.grad_v), 0, tile_keys * dim_v * sizeof(A));
+    pack(keys, j0, n, round_up(n, kRows), p.head_dim, depth, w.k.rows);
+    pack(values, j0, n, round_up(n, kRows), p.head_dim_v, depth_v, w.v.rows);
+    pack_across(elements(w.k.rows, depth), 0, n, p.head_dim, width, w.k.across);
+    make_finite(w.k.across, ceil_div(n, kDepth<E>) * width);
+    std::memset(static_cast<void*>(w.grad_k), 0, tile_keys * width * sizeof(A));
+    std::memset(static_cast<void*>(w.grad_v), 0, tile_keys * width_v * sizeof(A));
 
     int64_t begin = s.band.first_query(j0) / tile_queries, end = min(s.q_len, s.band.end_query(j0 + n));
     for (int64_t g = 0; g < p.group(); g++)
@@ -151,50 +185,80 @@ template <class T> class Backward {
         pack_queries(s, h, i, queries, w, shared);
 
         // S^T = K Q^T, dP^T = V dO^T
-        multiply(Operand<A>{w.k, dim, 1}, w.q_t, tile_queries, n, tile_queries, p.head_dim,
-                 [&](int64_t j, int64_t col, auto c, V sums) { sums.store(w.p + j * tile_queries + col + c * V::lanes); });
-        multiply(Operand<A>{w.v, dim_v, 1}, w.grad_o_t, tile_queries, n, tile_queries, p.head_dim_v,
-                 [&](int64_t j, int64_t col, auto c, V sums) { sums.store(w.ds + j * tile_queries + col + c * V::lanes); });
+        const KeyRange range(s.band, i, i + queries, j0, n);
+        if (kDepth<E> == 1 && p.seqlen_q <= kDecodeQueries)
+          decode_scores(queries, range, w);
+        else
+          set_product(w.k.rows, depth, w.q.columns, range, ceil_div(p.head_dim, kDepth<E>), w.s);
+        set_product(w.v.rows, depth_v, w.grad_o.columns, range, ceil_div(p.head_dim_v, kDepth<E>), w.grad_p);
+
+        // P^T and dS^T
         for (int64_t column = 0; column < queries; column += group) {
           int64_t first = i + column, count = min(group, queries - column);
-          GroupScores<A> score(p, s, b, h, first, count, j0, n, w.mask);
-          if (plain && s.band.verdict(first, first + count, j0, j0 + n) == Verdict::full)
-            weigh<false>(score, column, n, w);
+          GroupScores<A, Block::cols> score(p, s, b, h, first, count, j0, n, w.mask);
+          if (plain && count == group && s.band.verdict(first, first + count, j0 + range.begin, j0 + range.end) == Verdict::full)
+            weigh<false>(score, column, range, w);
           else
-            weigh<true>(score, column, n, w);
+            weigh<true>(score, column, range, w);
         }
-        if (grad.grad_mask.data) store_grad_mask(b, h, i, queries, j0, n, w);
+        if (grad.grad_mask.data) store_grad_mask(b, h, i, queries, j0, range, w);
 
         // dV += P^T dO, dK += dS^T Q
-        add_product(Operand<A>{w.p, tile_queries, 1}, w.grad_o, dim_v, n, p.head_dim_v, queries, w.grad_v);
-        add_product(Operand<A>{w.ds, tile_queries, 1}, w.q_finite, dim, n, p.head_dim, queries, w.grad_k);
+        const int64_t p_row = tile_queries / kDepth<E>, p_depth = ceil_div(queries, kDepth<E>);
+        add_product(Operand<E>{w.p + range.begin * p_row, p_row, 1}, w.grad_o.across, width_v, range.count(), p.head_dim_v, p_depth,
+                    w.grad_v + range.begin * width_v);
+        add_product(Operand<E>{w.ds + range.begin * p_row, p_row, 1}, w.q.across, width, range.count(), p.head_dim, p_depth,
+                    w.grad_k + range.begin * width);
 
         // dQ += dS K, when the tile of keys before has passed
         int64_t item = g * query_tiles + t;
         if (tile > 0)
           while (shared.progress[task - 1].load(std::memory_order_acquire) <= item) std::this_thread::yield();
-        A* grad_q = shared.grad_q + ((s.q_batch * p.heads_q + h) * p.rows_q + s.q_row + i) * dim;
-        add_product(Operand<A>{w.ds, 1, tile_queries}, w.k_finite, dim, queries, p.head_dim, n, grad_q);
+        A* grad_q = shared.grad_q + ((s.q_batch * p.heads_q + h) * p.rows_q + s.q_row + i) * width;
+        const E* ds_across = (kDepth<E> == 1 ? w.ds : w.ds_across) + range.begin / kDepth<E> * tile_queries;
+        add_product(Operand<E>{ds_across, 1, tile_queries}, w.k.across + range.begin / kDepth<E> * width, width, queries, p.head_dim,
+                    ceil_div(range.count(), kDepth<E>), grad_q);
         shared.progress[task].store(item + 1, std::memory_order_release);
       }
 
     for (int64_t j = 0; j < n; j++) {
-      narrow(w.grad_k + j * dim, A(p.scale), p.head_dim, at<T>(grad.grad_key, s.k_batch, kv_head, s.k_row + j0 + j), grad.grad_key.dim);
-      narrow(w.grad_v + j * dim_v, A(1), p.head_dim_v, at<T>(grad.grad_value, s.k_batch, kv_head, s.k_row + j0 + j), grad.grad_value.dim);
+      narrow(w.grad_k + j * width, A(p.scale), p.head_dim, at<T>(grad.grad_key, s.k_batch, kv_head, s.k_row + j0 + j), grad.grad_key.dim);
+      narrow(w.grad_v + j * width_v, A(1), p.head_dim_v, at<T>(grad.grad_value, s.k_batch, kv_head, s.k_row + j0 + j), grad.grad_value.dim);
     }
   }
 
+  // q.k summed as the decode forward sums it. In another order a score of 100 differs from its lse by 1e-5, and P by as much.
+  void decode_scores(int64_t queries, KeyRange keys, const Workspace& w) const {
+    const Element* k_rows[tile_keys];
+    for (int64_t j = keys.begin; j < keys.end; j++) k_rows[j] = elements(w.k.rows, depth)[j];
+    for (int64_t q = 0; q < queries; q++) {
+      A s[tile_keys + V::lanes];
+      for (int64_t j = keys.begin; j < keys.end; j += V::lanes)
+        dots<1>(k_rows + j, keys.end - j, reinterpret_cast<const A*>(w.q.rows) + q * depth, depth, p.head_dim, s + j, tile_keys);
+      for (int64_t j = keys.begin; j < keys.end; j++) w.s[j * tile_queries + q] = s[j];
+    }
+    for (int64_t j = keys.begin; j < keys.end; j++)
+      std::fill(w.s + j * tile_queries + queries, w.s + (j + 1) * tile_queries, A(0));
+  }
+
+  // to[keys][tile_queries] = the rows of a tile of keys or values, times columns
+  HOT static void set_product(const E* rows, int64_t row, const E* columns, KeyRange keys, int64_t depth, A* to) {
+    multiply<Block>(Operand<E>{rows + keys.begin * row, row, 1}, columns, tile_queries, keys.count(), tile_queries, depth,
+                    [&](int64_t j, int64_t col, auto c, V sums) {
+                      sums.store(to + (keys.begin + j) * tile_queries + col + c * V::lanes);
+                    });
+  }
   // to[rows][width] += a b
-  static void add_product(Operand<A> a, const A* b, int64_t width, int64_t rows, int64_t cols, int64_t depth, A* to) {
-    multiply(a, b, width, rows, cols, depth, [&](int64_t row, int64_t col, auto c, V sums) {
+  HOT static void add_product(Operand<E> a, const E* b, int64_t width, int64_t rows, int64_t cols, int64_t depth, A* to) {
+    multiply<Block>(a, b, width, rows, cols, depth, [&](int64_t row, int64_t col, auto c, V sums) {
       A* at_row = to + row * width + col + c * V::lanes;
       if (row < rows) (V::load(at_row) + sums).store(at_row);
     });
   }
 
-  void store_grad_mask(int64_t b, int64_t h, int64_t i, int64_t queries, int64_t j0, int64_t n, const Workspace& w) const {
+  void store_grad_mask(int64_t b, int64_t h, int64_t i, int64_t queries, int64_t j0, KeyRange keys, const Workspace& w) const {
     for (int64_t q = 0; q < queries; q++)
-      for (int64_t j = 0; j < n; j++)
+      for (int64_t j = keys.begin; j < keys.end; j++)
         at<A>(grad.grad_mask, b, h, i + q)[(j0 + j) * grad.grad_mask.dim] = w.grad_bias[j * tile_queries + q];
   }
 
@@ -238,7 +302,7 @@ template <class T> class Backward {
     });
     each_row([&](int64_t r, const Workspace&) {
       Row at_row = row(r);
-      narrow(shared.grad_q + r * dim, A(p.scale), p.head_dim, at<T>(grad.grad_query, at_row.b, at_row.h, at_row.i), grad.grad_query.dim);
+      narrow(shared.grad_q + r * width, A(p.scale), p.head_dim, at<T>(grad.grad_query, at_row.b, at_row.h, at_row.i), grad.grad_query.dim);
     });
     if (grad.grad_sinks) runner.run(p.heads_q, [&](int64_t, int64_t h) { sum_grad_sink(h, shared); });
   }

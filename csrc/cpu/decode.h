@@ -11,8 +11,8 @@ template <class T> class Decode {
   using A = Accumulate<T>;
   using V = Vec<A>;
 
-  static constexpr int64_t tile_keys = 256;
-  static constexpr int block_rows = kRows / 2, block_keys = std::min(4, V::lanes), block_cols = 4;  // of the register blocks
+  static constexpr int64_t tile_keys = 1024;
+  static constexpr int block_cols = QueryBlock<A>::rows;  // vectors of a value that are summed in registers
 
   // The states of the query rows of one kv head: m, l [rows], acc [rows][dim_v].
   struct RowStates {
@@ -104,45 +104,22 @@ template <class T> class Decode {
       int64_t n = min(tile_keys, end - j0);
       gather(keys, j0, n, p.head_dim, dim, w.k, w.k_rows);
       gather(values, j0, n, p.head_dim_v, dim_v, w.v, w.v_rows);
-      in_row_blocks([&](int64_t r, auto count) { dots<count>(w, r, n); });
-      for (int64_t r = 0; r < rows; r++) weigh(t, r, j0, n, w, states);
-      in_row_blocks([&](int64_t r, auto count) { accumulate<count>(w, r, n, states); });
-    }
-  }
-
-  // f(row, count) over all rows, block_rows at a time and the rest one by one. A row's arithmetic is the same in either.
-  template <class F> INLINE void in_row_blocks(F&& f) const {
-    int64_t r = 0;
-    for (; r + block_rows <= rows; r += block_rows) f(r, std::integral_constant<int, block_rows>{});
-    for (; r < rows; r++) f(r, std::integral_constant<int, 1>{});
-  }
-
-  // s[r][j] = q[r] . k[j] for row r and the next count - 1
-  template <int count> void dots(const Workspace& w, int64_t r, int64_t n) const {
-    for (int64_t j = 0; j < n; j += V::lanes) {
-      V products[count][V::lanes];
-      unroll<V::lanes / block_keys>([&](auto block) {
-        const T* k[block_keys];
-        V sums[count * block_keys];
-        unroll<block_keys>([&](auto i) { k[i] = w.k_rows[min(j + block * block_keys + i, n - 1)]; });
-        unroll<count * block_keys>([&](auto i) { sums[i] = V(A(0)); });
-        auto step = [&](int64_t d, auto load_k) __attribute__((always_inline)) {
-          V k_reg[block_keys];
-          unroll<block_keys>([&](auto i) { k_reg[i] = load_k(k[i] + d); });
-          unroll<count>([&](auto row) {
-            V q_reg = V::load(w.q + (r + row) * dim + d);
-            unroll<block_keys>([&](auto i) { sums[row * block_keys + i] = sums[row * block_keys + i] + q_reg * k_reg[i]; });
-          });
-        };
-        int64_t d = 0;
-        for (; d + V::lanes <= p.head_dim; d += V::lanes) step(d, [](const T* x) { return load(x); });
-        if (d < p.head_dim) step(d, [&](const T* x) { return load(x, p.head_dim - d); });
-        unroll<count>([&](auto row) {
-          unroll<block_keys>([&](auto i) { products[row][block * block_keys + i] = sums[row * block_keys + i]; });
+      for (int64_t j = 0; j < n; j += V::lanes)
+        in_row_blocks<4>([&](int64_t r, auto count) {
+          dots<count>(w.k_rows + j, n - j, w.q + r * dim, dim, p.head_dim, w.s + r * tile_keys + j, tile_keys);
         });
-      });
-      unroll<count>([&](auto row) { sum_lanes(products[row]).store(w.s + (r + row) * tile_keys + j); });
+      for (int64_t r = 0; r < rows; r++) weigh(t, r, j0, n, w, states);
+      constexpr int64_t block_keys = 32;  // of values, that the cache nearest to the core holds
+      for (int64_t j = 0; j < n; j += block_keys)
+        in_row_blocks<2>([&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + block_keys, n), states); });
     }
+  }
+
+  // f(row, count) over all rows, block of them at a time and the rest one by one. A row's arithmetic is the same in either.
+  template <int block, class F> INLINE void in_row_blocks(F&& f) const {
+    int64_t r = 0;
+    for (; r + block <= rows; r += block) f(r, std::integral_constant<int, block>{});
+    for (; r < rows; r++) f(r, std::integral_constant<int, 1>{});
   }
 
   // Scores to weights, and the row's state raised. acc is rescaled at once.
@@ -190,12 +167,12 @@ template <class T> class Decode {
     for (int64_t d = 0; d < dim_v; d += V::lanes) (V::load(o + d) * factor).store(o + d);
   }
 
-  // acc[r] += sum over j of p[r][j] v[j] for row r and the next count - 1
-  template <int count> void accumulate(const Workspace& w, int64_t r, int64_t n, RowStates states) const {
-    auto columns = [&](int64_t d, auto cols, auto load_v) __attribute__((always_inline)) {
+  // acc[r] += sum over j in [begin, end) of p[r][j] v[j] for row r and the next count - 1
+  template <int count> HOT void accumulate(const Workspace& w, int64_t r, int64_t begin, int64_t end, RowStates states) const {
+    auto columns = [&](int64_t d, auto cols, auto load_v) {
       V sums[count * cols];
       unroll<count * cols>([&](auto i) { sums[i] = V::load(states.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
-      for (int64_t j = 0; j < n; j++) {
+      for (int64_t j = begin; j < end; j++) {
         V v_reg[cols];
         unroll<cols>([&](auto c) { v_reg[c] = load_v(w.v_rows[j] + d + c * V::lanes); });
         unroll<count>([&](auto row) {

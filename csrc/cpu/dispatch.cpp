@@ -16,12 +16,15 @@ extern const CpuKernels kernels;
 namespace avx512 {
 extern const CpuKernels kernels;
 }
+namespace avx512_bf16 {
+extern const CpuKernels kernels;
+}
 #endif
 
 static const CpuKernels& choose() {
   const CpuKernels* all[] = {
 #if defined(__x86_64__)
-      &avx512::kernels, &avx2::kernels,
+      &avx512_bf16::kernels, &avx512::kernels, &avx2::kernels,
 #endif
       &portable::kernels};
   const char* wanted = std::getenv("FLASHSOFTMAX_CPU_ISA");

@@ -8,28 +8,32 @@ namespace flashsoftmax::FLASHSOFTMAX_ISA {
 
 template <class T> class Forward {
   using A = Accumulate<T>;
+  using E = Packed<T>;
   using V = Vec<A>;
+  using Block = QueryBlock<E>;
 
-  static constexpr int64_t group = kGroup<A>;              // queries that share a pass of the micro-kernel
-  static constexpr int64_t groups = 128 / group;
-  static constexpr int64_t tile_queries = groups * group;  // queries that share a tile of keys and values
+  static constexpr int64_t group = Block::cols * V::lanes;    // queries that share a pass of the micro-kernel
+  static constexpr int64_t groups = ceil_div(128, group);
+  static constexpr int64_t tile_queries = groups * group;     // queries that share a tile of keys and values
 
   // The states of a tile's rows: m, l [tile_queries], acc [groups][dim_v][group].
   struct RowStates {
     A *m, *l, *acc;
   };
   struct Workspace {
-    A* q_rows;  // [tile_queries][dim]
-    A* q;       // [groups][dim][group]
-    A* k;       // [kTileKeys][dim]
-    A* v;       // [kTileKeys][dim_v]
-    A* s;       // [kTileKeys][group], scores and then weights
+    E* q_rows;  // [tile_queries][dim]
+    E* q;       // [groups][dim][group]
+    E* k;       // [kTileKeys][dim]
+    E* v;       // [kTileKeys / kDepth][dim_v]
+    A* s;       // [kTileKeys][group], scores and then, as E [kTileKeys / kDepth][group], weights
+    A* o_rows;  // [tile_queries][dim_v]
     A* mask;
     RowStates states, total;
   };
 
   const AttentionParams& p;
-  const int64_t dim = round_up(p.head_dim, 16), dim_v = round_up(p.head_dim_v, 16);
+  const int64_t depth = ceil_div(p.head_dim, kDepth<E>);
+  const int64_t dim = round_up(depth, 16), dim_v = round_up(p.head_dim_v, 16);
   const int64_t split_size = round_up(p.split_size, kTileKeys);
   const int64_t splits = max<int64_t>(1, ceil_div(p.seqlen_k, split_size));
   const int64_t tiles = ceil_div(min(p.seqlen_q, p.rows_q), tile_queries);
@@ -41,11 +45,12 @@ template <class T> class Forward {
   }
   Workspace take_workspace(Arena& arena) const {
     Workspace w;
-    w.q_rows = arena.take<A>(tile_queries * max(dim, dim_v));
-    w.q = arena.take<A>(tile_queries * dim);
-    w.k = arena.take<A>(kTileKeys * dim);
-    w.v = arena.take<A>(kTileKeys * dim_v);
+    w.q_rows = arena.take<E>(tile_queries * dim);
+    w.q = arena.take<E>(tile_queries * dim);
+    w.k = arena.take<E>(kTileKeys * dim);
+    w.v = arena.take<E>(kTileKeys * dim_v);
     w.s = arena.take<A>(kTileKeys * group);
+    w.o_rows = arena.take<A>(tile_queries * dim_v);
     w.mask = arena.take<A>(p.mask.data ? 2 * kTileKeys * group : 0);
     w.states = take_states(arena);
     w.total = take_states(arena);
@@ -99,56 +104,67 @@ template <class T> class Forward {
     for (int64_t j0 = begin; j0 < end; j0 += kTileKeys) {
       int64_t n = min(kTileKeys, end - j0);
       pack(keys, j0, n, round_up(n, kRows), p.head_dim, dim, w.k);
-      pack(values, j0, n, n, p.head_dim_v, dim_v, w.v);
+      pack_across(values, j0, n, p.head_dim_v, dim_v, w.v);
       for (int64_t g = 0; g * group < t.queries; g++) {
         int64_t i = t.i0 + g * group, queries = min(group, t.i0 + t.queries - i);
-        Verdict verdict = band.verdict(i, i + queries, j0, j0 + n);
-        if (verdict == Verdict::skip) continue;
-        A* q = w.q + g * group * dim;
+        KeyRange range(band, i, i + queries, j0, n);
+        if (range.count() <= 0) continue;
+        E* q = w.q + g * group * dim;
         RowStates rows{states.m + g * group, states.l + g * group, states.acc + g * group * dim_v};
-        if (plain && verdict == Verdict::full && n % kRows == 0) {
+        if (plain && range.count() % kRows == 0 &&
+            band.verdict(i, i + queries, j0 + range.begin, j0 + range.end) == Verdict::full) {
           const V scale(p.scale);
-          step(w, q, n, rows, [&](int64_t, auto, V dot) { return dot * scale; });
+          step(w, q, range, rows, [&](int64_t, auto, V dot) { return dot * scale; });
         } else {
-          GroupScores<A> score(p, t.sequence, t.b, t.h, i, queries, j0, n, w.mask);
-          step(w, q, n, rows, [&](int64_t j, auto c, V dot) { return score(j, c, score.capped(dot)); });
+          GroupScores<A, Block::cols> score(p, t.sequence, t.b, t.h, i, queries, j0, n, w.mask);
+          step(w, q, range, rows, [&](int64_t j, auto c, V dot) { return score(range.begin + j, c, score.capped(dot)); });
         }
       }
     }
   }
 
-  // One group of queries takes in one tile of n keys.
+  // One group of queries takes in keys of one tile.
   template <class ScoreOf>
-  INLINE void step(const Workspace& w, const A* q, int64_t n, RowStates rows, ScoreOf&& score_of) const {
+  HOT void step(const Workspace& w, const E* q, KeyRange keys, RowStates rows, ScoreOf score_of) const {
     // S^T = K Q^T and its maxima
-    V tile_max[kCols], alpha[kCols];
-    unroll<kCols>([&](auto c) { tile_max[c] = V(kHidden); });
-    multiply(Operand<A>{w.k, dim, 1}, q, group, n, group, p.head_dim, [&](int64_t j, int64_t, auto c, V dot) {
+    const int64_t n = keys.count();
+    V tile_max[Block::cols], alpha[Block::cols];
+    unroll<Block::cols>([&](auto c) { tile_max[c] = V(kHidden); });
+    multiply<Block>(Operand<E>{w.k + keys.begin * dim, dim, 1}, q, group, n, group, depth, [&](int64_t j, int64_t, auto c, V dot) {
       V score = score_of(j, c, dot);
       tile_max[c] = max(tile_max[c], score);
       score.store(w.s + j * group + c * V::lanes);
     });
 
-    // P^T and its sums
-    unroll<kCols>([&](auto c) {
+    // P^T and its sums, in the place of the scores
+    E* weights = reinterpret_cast<E*>(w.s);
+    unroll<Block::cols>([&](auto c) {
       State<V> state{V::load(rows.m + c * V::lanes), V::load(rows.l + c * V::lanes)};
       alpha[c] = raise(state, tile_max[c]);
-      V sum(A(0));
-      for (int64_t j = 0; j < n; j++) {
-        A* s = w.s + j * group + c * V::lanes;
-        V p = weight(V::load(s), state.m);
+      V sum(0);
+      auto weigh = [&](int64_t j) {
+        V p = weight(V::load(w.s + j * group + c * V::lanes), state.m);
         sum = sum + p;
-        p.store(s);
-      }
+        return p;
+      };
+      if constexpr (kDepth<E> == 1)
+        for (int64_t j = 0; j < n; j++) weigh(j).store(weights + j * group + c * V::lanes);
+      else
+        for (int64_t j = 0; j < n; j += 2) {
+          V low = weigh(j);
+          store_pairs(low, j + 1 < n ? weigh(j + 1) : V(0), weights + j / 2 * group + c * V::lanes);
+        }
       state.m.store(rows.m + c * V::lanes);
       (state.l + sum).store(rows.l + c * V::lanes);
     });
 
     // O^T = alpha O^T + V^T P^T
-    multiply(Operand<A>{w.v, 1, dim_v}, w.s, group, p.head_dim_v, group, n, [&](int64_t d, int64_t, auto c, V sums) {
-      A* o = rows.acc + d * group + c * V::lanes;
-      (V::load(o) * alpha[c] + sums).store(o);
-    });
+    const E* v = w.v + keys.begin / kDepth<E> * dim_v;
+    multiply<Block>(Operand<E>{v, 1, dim_v}, weights, group, p.head_dim_v, group, ceil_div(n, kDepth<E>),
+                    [&](int64_t d, int64_t, auto c, V sums) {
+                      A* o = rows.acc + d * group + c * V::lanes;
+                      (V::load(o) * alpha[c] + sums).store(o);
+                    });
   }
 
   void fold(RowStates total, RowStates states) const {
@@ -179,9 +195,9 @@ template <class T> class Forward {
         *at<A>(p.lse, t.sequence.q_batch, t.h, t.sequence.q_row + t.i0 + i + lane) = lse_lanes.v[lane];
     }
     for (int64_t g = 0; g * group < t.queries; g++)
-      transpose(states.acc + g * group * dim_v, group, dim_v, group, w.q_rows + g * group * dim_v, dim_v);
+      transpose(states.acc + g * group * dim_v, group, dim_v, group, w.o_rows + g * group * dim_v, dim_v);
     for (int64_t i = 0; i < t.queries; i++)
-      narrow(w.q_rows + i * dim_v, A(1), p.head_dim_v, at<T>(p.out, t.sequence.q_batch, t.h, t.sequence.q_row + t.i0 + i),
+      narrow(w.o_rows + i * dim_v, A(1), p.head_dim_v, at<T>(p.out, t.sequence.q_batch, t.h, t.sequence.q_row + t.i0 + i),
              p.out.dim);
   }
 

@@ -50,25 +50,36 @@ template <class T> class Merge {
     });
   }
 
-  // w_n = e^(lse_n - lse): dout_n = w_n dout, dlse_n = w_n (dout . (out_n - out) + dlse)
+  // With w_n = e^(lse_n - lse) and g_n = dout . out_n:
+  //     dout_n = w_n dout,    dlse_n = w_n (g_n - sum_m w_m g_m + dlse).
   void run_grad(const MergeGradParams& grad, const Runner& runner) const {
     each_row(runner, [&](Row r) {
       const MergeState& grad_output = grad.grad_output;
-      const T* out = at_row<T>(p.output.out, r);
       const T* grad_out = grad_output.out.data ? at_row<T>(grad_output.out, r) : nullptr;
+      const State<A> total = from_lse(*at_row<A>(p.output.lse, r));
+      auto weight_of = [&](int64_t n) {
+        State<A> state = state_of(p.inputs[n], r);
+        return state.l * total.l == A(0) ? A(0) : weight(state.m, total.m);
+      };
+      A mean = 0;
+      for (int64_t n = 0; n < p.states; n++) {
+        const Tensor4 &out = p.inputs[n].out, &grad_out_n = grad.grad_inputs[n].out;
+        const A w = weight_of(n);
+        const bool reads = grad_out && w != A(0);
+        A g = 0;
+        for (int64_t d = 0; d < p.dim; d++) {
+          A grad_d = reads ? A(to_float(grad_out[d * grad_output.out.dim])) : A(0);
+          if (reads) g += grad_d * A(to_float(at_row<T>(out, r)[d * out.dim]));
+          at_row<T>(grad_out_n, r)[d * grad_out_n.dim] = from_float<T>(w * grad_d);
+        }
+        *at_row<A>(grad.grad_inputs[n].lse, r) = g;
+        mean += w * g;
+      }
       const A grad_lse = grad_output.lse.data ? *at_row<A>(grad_output.lse, r) : A(0);
       for (int64_t n = 0; n < p.states; n++) {
-        const MergeState &input = p.inputs[n], &grad_input = grad.grad_inputs[n];
-        State<A> state = state_of(input, r);
-        T* grad_out_n = at_row<T>(grad_input.out, r);
-        A w = state.l == A(0) ? A(0) : weight(state.m, *at_row<A>(p.output.lse, r)), dot = 0;
-        for (int64_t d = 0; d < p.dim; d++) {
-          A g = w == A(0) || !grad_out ? A(0) : A(to_float(grad_out[d * grad_output.out.dim]));
-          grad_out_n[d * grad_input.out.dim] = from_float<T>(w * g);
-          if (w != A(0) && grad_out)
-            dot += g * (A(to_float(at_row<T>(input.out, r)[d * input.out.dim])) - A(to_float(out[d * p.output.out.dim])));
-        }
-        *at_row<A>(grad_input.lse, r) = w == A(0) ? A(0) : w * (dot + grad_lse);
+        A& grad_lse_n = *at_row<A>(grad.grad_inputs[n].lse, r);
+        const A w = weight_of(n);
+        grad_lse_n = w == A(0) ? A(0) : w * (grad_lse_n - mean + grad_lse);
       }
     });
   }

@@ -14,6 +14,15 @@ template <class A> Score<A> score_of_head(const AttentionParams& p, int64_t h) {
 // Neither softcap nor ALiBi nor a mask: a score is scale * q.k.
 INLINE bool plain_scores(const AttentionParams& p) { return p.softcap == 0 && !p.alibi_slopes.data && !p.mask.data; }
 
+// Where in the tile of keys [j0, j0 + n) those lie that queries [i0, i1) see. begin is a multiple of kRows.
+struct KeyRange {
+  int64_t begin, end;
+
+  KeyRange(const Band& band, int64_t i0, int64_t i1, int64_t j0, int64_t n)
+      : begin(max<int64_t>(0, band.first(i0) - j0) / kRows * kRows), end(min(n, band.end(i1 - 1) - j0)) {}
+  int64_t count() const { return end - begin; }
+};
+
 // Rows [i, i + rows) and keys [j, j + keys) of attn_mask as numbers to add, False being -inf: tile[rows][width].
 template <class A>
 void pack_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j, int64_t keys,
@@ -31,30 +40,31 @@ void pack_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_
   }
 }
 
-// Queries [i0, i0 + queries) of one head against keys [j0, j0 + keys), at most kGroup and kTileKeys of them.
-template <class A> class GroupScores {
+// Queries [i0, i0 + queries) of one head against keys [j0, j0 + keys), at most cols vectors and kTileKeys of them.
+template <class A, int cols> class GroupScores {
   using V = Vec<A>;
+  static constexpr int64_t group = cols * V::lanes;
 
  public:
-  // mask_scratch holds 2 * kGroup * kTileKeys elements; only used where there is a mask.
+  // mask_scratch holds 2 * group * kTileKeys elements; only used where there is a mask.
   GroupScores(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h, int64_t i0, int64_t queries, int64_t j0,
               int64_t keys, A* mask_scratch)
       : rule_(score_of_head<A>(p, h)) {
-    A first[kGroup<A>], end[kGroup<A>];
-    for (int64_t q = 0; q < kGroup<A>; q++) {
+    A first[group], end[group];
+    for (int64_t q = 0; q < group; q++) {
       first[q] = A(min(s.band.first(i0 + q) - j0, kTileKeys));
-      end[q] = A(max<int64_t>(min(s.band.end(i0 + q) - j0, keys), 0));
+      end[q] = q < queries ? A(max<int64_t>(min(s.band.end(i0 + q) - j0, keys), 0)) : A(0);
     }
-    unroll<kCols>([&](auto c) {
+    unroll<cols>([&](auto c) {
       first_[c] = V::load(first + c * V::lanes);
       end_[c] = V::load(end + c * V::lanes);
       distance_[c] = V::iota() + V(A(i0 + c * V::lanes + s.band.q_offset - j0));
     });
     if (p.mask.data) {
-      A* bias = mask_scratch + kGroup<A> * kTileKeys;
-      std::memset(static_cast<void*>(mask_scratch), 0, kGroup<A> * kTileKeys * sizeof(A));
+      A* bias = mask_scratch + group * kTileKeys;
+      std::memset(static_cast<void*>(mask_scratch), 0, group * kTileKeys * sizeof(A));
       pack_mask(p, b, h, i0, queries, j0, keys, kTileKeys, mask_scratch);
-      transpose(mask_scratch, kTileKeys, kGroup<A>, kTileKeys, bias, kGroup<A>);
+      transpose(mask_scratch, kTileKeys, group, kTileKeys, bias, group);
       bias_ = bias;
     }
   }
@@ -65,7 +75,7 @@ template <class A> class GroupScores {
   // The score of key j0 + j for the queries of column c; -inf where it is hidden.
   template <class C> INLINE V operator()(int64_t j, C c, V capped) const {
     V key = V(A(j));
-    V bias = bias_ ? V::load(bias_ + j * kGroup<A> + c * V::lanes) : V(A(0));
+    V bias = bias_ ? V::load(bias_ + j * group + c * V::lanes) : V(A(0));
     V score = rule_.biased(capped, distance_[c] - key, bias);
     score = select(bias == V(kHidden), bias, score);
     return select((first_[c] <= key) & (key < end_[c]), score, V(kHidden));
@@ -73,9 +83,9 @@ template <class A> class GroupScores {
 
  private:
   Score<A> rule_;
-  V first_[kCols], end_[kCols];  // visible keys, relative to j0
-  V distance_[kCols];            // i + q_offset - j0
-  const A* bias_ = nullptr;      // [keys][kGroup]
+  V first_[cols], end_[cols];  // visible keys, relative to j0
+  V distance_[cols];            // i + q_offset - j0
+  const A* bias_ = nullptr;      // [keys][group]
 };
 
 }  // namespace flashsoftmax::FLASHSOFTMAX_ISA

@@ -7,13 +7,21 @@
 
 namespace flashsoftmax::FLASHSOFTMAX_ISA {
 
-// Registers of the micro-kernel: kRows x kCols vectors of sums.
-constexpr int kRows = FLASHSOFTMAX_TILE_ROWS, kCols = FLASHSOFTMAX_TILE_COLS;
-template <class A> constexpr int kGroup = kCols * Vec<A>::lanes;  // elements across the micro-kernel
+// A block of sums that the micro-kernel keeps in registers: rows x cols vectors.
+template <int rows_, int cols_> struct Block {
+  static constexpr int rows = rows_, cols = cols_;
+};
+// With queries in the lanes.
+template <class E> struct QueryBlock : Block<FLASHSOFTMAX_TILE_ROWS, FLASHSOFTMAX_TILE_COLS> {};
+template <> struct QueryBlock<bf16x2> : Block<8, 3> {};
+// With head_dim in the lanes.
+template <class E> struct DimBlock : Block<FLASHSOFTMAX_TILE_ROWS, FLASHSOFTMAX_TILE_COLS> {};
+template <> struct DimBlock<bf16x2> : Block<4, 4> {};
+constexpr int kRows = 8;  // rows of every tile are padded to a multiple of this, so of the rows of every block
 
-INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-INLINE int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
+constexpr INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr INLINE int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 // The rows of one head of one sequence, contiguous in memory, strided or paged.
 template <class T> struct Rows {
@@ -40,7 +48,7 @@ template <class T> INLINE Rows<T> key_rows(const AttentionParams& p, const Tenso
   return {at<T>(x, s.k_batch, h, s.k_row), x.row, x.dim};
 }
 
-// A row of T as sums' type, 0 in [count, padded).
+// A row of T for a product along the row, 0 in [count, padded).
 template <class T, class A> INLINE void widen(const T* from, int64_t stride, int64_t count, int64_t padded, A* to) {
   constexpr int lanes = Vec<A>::lanes;
   int64_t d = 0;
@@ -51,24 +59,51 @@ template <class T, class A> INLINE void widen(const T* from, int64_t stride, int
   for (; d < count; d++) to[d] = A(to_float(from[d * stride]));
   for (; d < padded; d++) to[d] = A(0);
 }
+INLINE void widen(const bf16* from, int64_t stride, int64_t count, int64_t padded, bf16x2* to) {
+  bf16* elements = &to->low;
+  if (stride == 1)
+    std::memcpy(elements, from, count * sizeof(bf16));
+  else
+    for (int64_t d = 0; d < count; d++) elements[d] = from[d * stride];
+  std::memset(elements + count, 0, (2 * padded - count) * sizeof(bf16));
+}
 
-// Rows [begin, begin + count) to tile[padded_rows][width], 0 where there is none.
-template <class T, class A>
-void pack(const Rows<T>& rows, int64_t begin, int64_t count, int64_t padded_rows, int64_t dims, int64_t width, A* tile) {
+// Rows [begin, begin + count) to tile[padded_rows][width], 0 where there is none. A product runs along the rows.
+template <class T, class E>
+void pack(const Rows<T>& rows, int64_t begin, int64_t count, int64_t padded_rows, int64_t dims, int64_t width, E* tile) {
   for (int64_t j = 0; j < count; j++) widen(rows[begin + j], rows.dim, dims, width, tile + j * width);
-  std::memset(static_cast<void*>(tile + count * width), 0, (padded_rows - count) * width * sizeof(A));
+  std::memset(static_cast<void*>(tile + count * width), 0, (padded_rows - count) * width * sizeof(E));
+}
+
+// Rows [begin, begin + count) to tile[ceil(count / kDepth)][width]. A product runs across the rows.
+template <class T, class A>
+void pack_across(const Rows<T>& rows, int64_t begin, int64_t count, int64_t dims, int64_t width, A* tile) {
+  pack(rows, begin, count, count, dims, width, tile);
+}
+template <class T>
+void pack_across(const Rows<T>& rows, int64_t begin, int64_t count, int64_t dims, int64_t width, bf16x2* tile) {
+  for (int64_t j = 0; j < count; j += 2) {
+    bf16x2* to = tile + j / 2 * width;
+    const T* low = rows[begin + j];
+    const T* high = j + 1 < count ? rows[begin + j + 1] : nullptr;
+    int64_t d = 0;
+    if (rows.dim == 1 && high)
+      for (; d + Vec<float>::lanes <= dims; d += Vec<float>::lanes) store_pairs(low + d, high + d, to + d);
+    for (; d < dims; d++) to[d] = {low[d * rows.dim], high ? high[d * rows.dim] : bf16{0}};
+    std::memset(static_cast<void*>(to + dims), 0, (width - dims) * sizeof(bf16x2));
+  }
 }
 
 // from[rows][from_width] -> to[cols][to_width], rows and cols multiples of the lanes.
-template <class A>
-void transpose(const A* from, int64_t from_width, int64_t rows, int64_t cols, A* to, int64_t to_width) {
-  constexpr int lanes = Vec<A>::lanes;
-  for (int64_t i = 0; i < rows; i += lanes)
-    for (int64_t j = 0; j < cols; j += lanes) {
-      Vec<A> block[lanes];
-      for (int r = 0; r < lanes; r++) block[r] = Vec<A>::load(from + (i + r) * from_width + j);
+template <class E>
+void transpose(const E* from, int64_t from_width, int64_t rows, int64_t cols, E* to, int64_t to_width) {
+  using V = Vec<std::conditional_t<sizeof(E) == 8, double, float>>;  // of E's size: only moved
+  for (int64_t i = 0; i < rows; i += V::lanes)
+    for (int64_t j = 0; j < cols; j += V::lanes) {
+      V block[V::lanes];
+      for (int r = 0; r < V::lanes; r++) std::memcpy(&block[r], from + (i + r) * from_width + j, sizeof(V));
       transpose(block);
-      for (int r = 0; r < lanes; r++) block[r].store(to + (j + r) * to_width + i);
+      for (int r = 0; r < V::lanes; r++) std::memcpy(static_cast<void*>(to + (j + r) * to_width + i), &block[r], sizeof(V));
     }
 }
 
@@ -83,43 +118,78 @@ template <class T> INLINE void narrow(const Accumulate<T>* from, Accumulate<T> f
 
 // NaN and infinity become 0. Where such a key or query counts, its score is not finite and neither is the gradient of the
 // score; where it is hidden, the gradient of the score is 0 and must not meet it.
-template <class A> void make_finite(const A* from, int64_t count, A* to) {
+template <class A> void make_finite(A* tile, int64_t count) {
   for (int64_t d = 0; d < count; d += Vec<A>::lanes) {
-    Vec<A> x = Vec<A>::load(from + d);
-    select(x - x == Vec<A>(0), x, Vec<A>(0)).store(to + d);
+    Vec<A> x = Vec<A>::load(tile + d);
+    select(x - x == Vec<A>(0), x, Vec<A>(0)).store(tile + d);
   }
+}
+INLINE void make_finite(bf16x2* tile, int64_t count) {
+  for (bf16* x = &tile->low; x != &tile[count].low; x++)
+    if ((x->bits & 0x7f80) == 0x7f80) x->bits = 0;
 }
 
 // a[m][k] lies at a[m * row + k * step].
-template <class A> struct Operand {
-  const A* data;
+template <class E> struct Operand {
+  const E* data;
   int64_t row, step;
 };
 
-// The product of a [rows][depth] and b [depth][cols] in pieces of kRows x kCols vectors. finish(row, col, c, sums) takes the
-// sums of columns col + c * lanes and on, c being a constant. rows is rounded up to kRows, cols to kGroup: a and b must be
-// readable there.
-template <class A, class Finish>
-INLINE void multiply(Operand<A> a, const A* b, int64_t b_width, int64_t rows, int64_t cols, int64_t depth, Finish&& finish) {
-  using V = Vec<A>;
-  for (int64_t col = 0; col < cols; col += kGroup<A>)
-    for (int64_t row = 0; row < rows; row += kRows) {
-      V sums[kRows * kCols];
-      unroll<kRows * kCols>([&](auto i) { sums[i] = V(A(0)); });
-      const A* a_k = a.data + row * a.row;
-      const A* b_k = b + col;
-      for (int64_t k = 0; k < depth; k++, a_k += a.step, b_k += b_width) {
-        V b_reg[kCols];
-        unroll<kCols>([&](auto c) { b_reg[c] = V::load(b_k + c * V::lanes); });
-        unroll<kRows>([&](auto r) {
-          V a_reg(a_k[r * a.row]);
-          unroll<kCols>([&](auto c) { sums[r * kCols + c] = sums[r * kCols + c] + a_reg * b_reg[c]; });
-        });
+// Sums longer than this are made of partial sums: what is rounded off grows with the longest chain of additions.
+constexpr int64_t kChain = 64;
+
+// The product of a [rows][depth] and b [depth][cols], a Block at a time; depth counts elements of E. finish(row, col, c, sums)
+// takes the sums of columns col + c * lanes and on, c being a constant. rows and cols are rounded up to those of the block: a
+// and b must be readable there.
+template <class Block, class E, class Finish>
+INLINE void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, int64_t cols, int64_t depth, Finish&& finish) {
+  using V = Vec<Accumulate<E>>;
+  using F = Factor<E>;
+  constexpr int block_rows = Block::rows, block_cols = Block::cols;
+  for (int64_t col = 0; col < cols; col += block_cols * V::lanes)
+    for (int64_t row = 0; row < rows; row += block_rows) {
+      V sums[block_rows * block_cols], total[block_rows * block_cols] = {};
+      const E* a_k = a.data + row * a.row;
+      const E* b_k = b + col;
+      for (int64_t begin = 0; begin == 0 || begin < depth; begin += kChain) {
+        unroll<block_rows * block_cols>([&](auto i) { sums[i] = V(0); });
+        for (int64_t k = begin; k < min(depth, begin + kChain); k++, a_k += a.step, b_k += b_width) {
+          typename F::Vector b_reg[block_cols];
+          unroll<block_cols>([&](auto c) { b_reg[c] = F::load(b_k + c * V::lanes); });
+          unroll<block_rows>([&](auto r) {
+            auto a_reg = F::splat(a_k[r * a.row]);
+            unroll<block_cols>([&](auto c) {
+              sums[r * block_cols + c] = F::multiply_add(sums[r * block_cols + c], a_reg, b_reg[c]);
+            });
+          });
+        }
+        if (depth > kChain) unroll<block_rows * block_cols>([&](auto i) { sums[i] = total[i] = total[i] + sums[i]; });
       }
-      unroll<kRows>([&](auto r) {
-        unroll<kCols>([&](auto c) { finish(row + r, col, c, sums[r * kCols + c]); });
+      unroll<block_rows>([&](auto r) {
+        unroll<block_cols>([&](auto c) { finish(row + r, col, c, sums[r * block_cols + c]); });
       });
     }
+}
+
+// s[r][j] = q[r] . k_rows[j] for rows of q [count][q_width] and n keys, at most a vector of them. head_dim lies in the lanes, and
+// keys are read in the order of memory.
+template <int count, class T, class A>
+HOT void dots(const T* const* k_rows, int64_t n, const A* q, int64_t q_width, int64_t dims, A* s, int64_t s_width) {
+  using V = Vec<A>;
+  V products[count][V::lanes];
+  for (int key = 0; key < V::lanes; key++) {
+    const T* k = k_rows[min(key, n - 1)];
+    V sums[count];
+    unroll<count>([&](auto row) { sums[row] = V(0); });
+    auto step = [&](int64_t d, V k_reg) {
+      unroll<count>([&](auto row) { sums[row] = sums[row] + V::load(q + row * q_width + d) * k_reg; });
+    };
+    int64_t d = 0;
+    for (; d + V::lanes <= dims; d += V::lanes) step(d, load(k + d));
+    if (d < dims) step(d, load(k + d, dims - d));
+    unroll<count>([&](auto row) { products[row][key] = sums[row]; });
+  }
+  unroll<count>([&](auto row) { sum_lanes(products[row]).store(s + row * s_width); });
 }
 
 // Hands out aligned pieces of a worker's scratch memory; with no memory it only counts.

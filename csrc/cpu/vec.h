@@ -16,9 +16,11 @@
 namespace flashsoftmax::FLASHSOFTMAX_ISA {
 
 #define INLINE inline __attribute__((always_inline))
+// A hot loop: all that it calls becomes a part of it, so that its sums stay in registers.
+#define HOT __attribute__((flatten, noinline))
 
 using flashsoftmax::abs;
-using flashsoftmax::exp2;
+using flashsoftmax::exp;
 using flashsoftmax::log;
 using flashsoftmax::max;
 using flashsoftmax::select;
@@ -40,6 +42,23 @@ template <> struct AccumulateOf<double> {
 };
 template <class T> using Accumulate = typename AccumulateOf<T>::type;
 
+// Two bfloat16 side by side along the depth of a product, as vdpbf16ps multiplies them.
+struct bf16x2 {
+  bf16 low, high;
+};
+
+// What T is packed into for a product, how many elements of depth one of these holds, and the type of its sums.
+template <class T> struct PackedOf {
+  using type = Accumulate<T>;
+};
+#ifdef FLASHSOFTMAX_BF16_PAIRS
+template <> struct PackedOf<bf16> {
+  using type = bf16x2;
+};
+#endif
+template <class T> using Packed = typename PackedOf<T>::type;
+template <class E> constexpr int kDepth = std::is_same_v<E, bf16x2> ? 2 : 1;
+
 constexpr int kVectorBytes = FLASHSOFTMAX_VECTOR_BYTES;
 template <class E, int bytes> struct Native {
   typedef E type __attribute__((vector_size(bytes)));
@@ -56,6 +75,9 @@ template <class F, int... i> INLINE void unroll(F&& f, std::integer_sequence<int
   (f(std::integral_constant<int, i>{}), ...);
 }
 template <int count, class F> INLINE void unroll(F&& f) { unroll(f, std::make_integer_sequence<int, count>{}); }
+
+using Bits = Native<uint32_t, kVectorBytes>::type;  // of a vector of float
+using Halves = Native<uint16_t, kVectorBytes / 2>::type;
 
 template <class A> struct Mask {
   typename Native<typename IntegerOf<A>::type, kVectorBytes>::type v;
@@ -106,32 +128,31 @@ template <class A> struct Vec {
   }
 };
 
-INLINE Vec<double> exp2(Vec<double> x) {
-  return Vec<double>::each(x, [](double e) { return std::exp2(e); });
+INLINE Vec<double> exp(Vec<double> x) {
+  return Vec<double>::each(x, [](double e) { return std::exp(e); });
 }
 INLINE Vec<double> tanh(Vec<double> x) {
   return Vec<double>::each(x, [](double e) { return std::tanh(e); });
 }
 
-// 2^x = 2^n 2^f with n = round(x), |f| <= 1/2. The polynomial's relative error is below 1.6e-8 and it is 1 at f = 0.
+// e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln(2) / 2. The polynomial's relative error is below 4e-9, and it is 1 at 0.
 // Results below 2^-126 are 0; a NaN stays.
-INLINE Vec<float> exp2(Vec<float> x) {
+INLINE Vec<float> exp(Vec<float> x) {
   using V = Vec<float>;
   const V magic(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer that then lies in the low bits
-  V clamped = select(V(128.0f) < x, V(128.0f), x);
-  V shifted = clamped + magic;
-  V f = clamped - (shifted - magic);
-  V p(0.000153533721f);
-  p = p * f + V(0.00133988739f);
-  p = p * f + V(0.00961843692f);
-  p = p * f + V(0.0555033237f);
-  p = p * f + V(0.240226477f);
-  p = p * f + V(0.693147182f);
-  p = p * f + V(1.0f);
+  V clamped = select(V(89.0f) < x, V(89.0f), x);
+  V shifted = clamped * V(1.44269504f) + magic;
+  V n = shifted - magic;
+  V r = clamped - n * V(0.693359375f) + n * V(2.12194440e-4f);  // ln 2 in two parts: n times the first is exact
+  V p(0.00138145301f);
+  p = p * r + V(0.00836874545f);
+  p = p * r + V(0.0416683927f);
+  p = p * r + V(0.166665211f);
+  p = p * r + V(0.49999994f);
+  p = p * r * r + r + V(1.0f);
   V power;  // 2^n, infinity for n = 128
-  V::Integers n = reinterpret_cast<V::Integers>(shifted.v);
-  power.v = reinterpret_cast<V::Elements>((n << 23) + (127 << 23));
-  return select(x < V(-126.0f), V(0.0f), p * power);
+  power.v = reinterpret_cast<V::Elements>((reinterpret_cast<Bits>(shifted.v) << 23) + (127u << 23));
+  return select(x < V(-87.336548f), V(0.0f), p * power);
 }
 
 INLINE Vec<float> tanh(Vec<float> x) {
@@ -145,10 +166,46 @@ INLINE Vec<float> tanh(Vec<float> x) {
   p = p * square + V(-3.33332819422e-1f);
   V near = p * square * x + x;
   V magnitude = abs(x);
-  V far = V(1.0f) - V(2.0f) / (exp2(magnitude * V(2.0 * kLog2e)) + V(1.0f));
+  V far = V(1.0f) - V(2.0f) / (exp(magnitude + magnitude) + V(1.0f));
   far = select(x < V(0.0f), V(0.0f) - far, far);
   return select(V(0.625f) <= magnitude, far, near);
 }
+
+// Factors of a product: vectors of E, and sum + a * b.
+template <class E> struct Factor {
+  using Vector = Vec<E>;
+  static INLINE Vector splat(E x) { return Vector(x); }
+  static INLINE Vector load(const E* p) { return Vector::load(p); }
+  static INLINE Vec<E> multiply_add(Vec<E> sum, Vector a, Vector b) { return sum + a * b; }
+};
+#ifdef FLASHSOFTMAX_BF16_PAIRS
+template <> struct Factor<bf16x2> {
+  using Vector = __m512i;
+  static INLINE Vector splat(bf16x2 x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return _mm512_set1_epi32(bits);
+  }
+  static INLINE Vector load(const bf16x2* p) { return _mm512_loadu_si512(p); }
+  static INLINE Vec<float> multiply_add(Vec<float> sum, Vector a, Vector b) {
+    return Vec<float>::Elements(_mm512_dpbf16_ps(__m512(sum.v), __m512bh(a), __m512bh(b)));
+  }
+};
+// Pairs of the lanes of two vectors.
+INLINE void store_pairs(Halves low, Halves high, bf16x2* to) {
+  Bits pairs = __builtin_convertvector(low, Bits) | (__builtin_convertvector(high, Bits) << 16);
+  std::memcpy(to, &pairs, sizeof(pairs));
+}
+INLINE void store_pairs(const bf16* low, const bf16* high, bf16x2* to) {
+  Halves l, h;
+  std::memcpy(&l, low, sizeof(l));
+  std::memcpy(&h, high, sizeof(h));
+  store_pairs(l, h, to);
+}
+INLINE void store_pairs(Vec<float> low, Vec<float> high, bf16x2* to) {
+  store_pairs(Halves(_mm512_cvtneps_pbh(__m512(low.v))), Halves(_mm512_cvtneps_pbh(__m512(high.v))), to);
+}
+#endif
 
 // Conversions of single elements.
 INLINE float to_float(float x) { return x; }
@@ -203,10 +260,9 @@ template <> INLINE f16 from_float<f16>(float x) {
 INLINE Vec<float> load(const float* p) { return Vec<float>::load(p); }
 INLINE Vec<double> load(const double* p) { return Vec<double>::load(p); }
 INLINE Vec<float> load(const bf16* p) {
-  Native<uint16_t, kVectorBytes / 2>::type narrow;
+  Halves narrow;
   std::memcpy(&narrow, p, sizeof(narrow));
-  auto wide = __builtin_convertvector(narrow, Vec<float>::Integers) << 16;
-  return reinterpret_cast<Vec<float>::Elements>(wide);
+  return reinterpret_cast<Vec<float>::Elements>(__builtin_convertvector(narrow, Bits) << 16);
 }
 INLINE Vec<float> load(const f16* p) {
 #if FLASHSOFTMAX_VECTOR_BYTES == 64
@@ -228,11 +284,10 @@ template <class T> INLINE Vec<Accumulate<T>> load(const T* p, int64_t count) {  
 INLINE void store(Vec<float> x, float* p) { x.store(p); }
 INLINE void store(Vec<double> x, double* p) { x.store(p); }
 INLINE void store(Vec<float> x, bf16* p) {
-  using I = Vec<float>::Integers;
-  I bits = reinterpret_cast<I>(x.v);
-  I rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  I narrow = (x.v == x.v) ? rounded : ((bits >> 16) | 0x40);
-  auto halves = __builtin_convertvector(narrow, Native<uint16_t, kVectorBytes / 2>::type);
+  Bits bits = reinterpret_cast<Bits>(x.v);
+  Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  Bits narrow = (x.v == x.v) ? rounded : ((bits >> 16) | 0x40);
+  Halves halves = __builtin_convertvector(narrow, Halves);
   std::memcpy(p, &halves, sizeof(halves));
 }
 INLINE void store(Vec<float> x, f16* p) {

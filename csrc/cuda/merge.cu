@@ -115,13 +115,12 @@ __global__ void __launch_bounds__(kThreads)
   const State<float> total = from_lse(row.lse(output));
   for (int64_t n = 0; n < count; n++) {
     const State<float> state = from_lse(row.lse(states.states[n]));
-    const bool empty = state.l == 0 || total.l == 0;
-    const float w = weight(state.m, total.m);
+    const float w = state.l == 0 || total.l == 0 ? 0 : weight(state.m, total.m);
 
     float dot = 0;
     for (int64_t d = row.first; d < p.forward.dim; d += row.step) {
       float grad[P::width] = {}, x[P::width], out[P::width];
-      if (grad_output.out.data && !empty) {
+      if (grad_output.out.data && w != 0) {
         row.load(grad_output, d, grad);
         row.load(states.states[n], d, x);
         row.load(output, d, out);
@@ -134,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     dot = sum_over_row(dot);
     if (grad_output.lse.data) dot += row.lse(grad_output);
-    if (row.leads()) row.lse(grads.states[n]) = empty ? 0 : w * dot;
+    if (row.leads()) row.lse(grads.states[n]) = w == 0 ? 0 : w * dot;
   }
 }
 
@@ -185,14 +184,10 @@ template <class Launch> void for_rows(const MergeParams& p, bool packs, Launch&&
     check(cudaGetLastError());
   };
   switch (p.dtype) {
-    case DType::f16:
-      return packs ? with(Pack<__half, 8>()) : with(Pack<__half, 1>());
-    case DType::bf16:
-      return packs ? with(Pack<__nv_bfloat16, 8>()) : with(Pack<__nv_bfloat16, 1>());
-    case DType::f32:
-      return packs ? with(Pack<float, 4>()) : with(Pack<float, 1>());
-    default:
-      throw std::invalid_argument("outs[0]: float64, wanted float16, bfloat16 or float32 on CUDA");
+    case DType::f16: return packs ? with(Pack<__half, 8>()) : with(Pack<__half, 1>());
+    case DType::bf16: return packs ? with(Pack<__nv_bfloat16, 8>()) : with(Pack<__nv_bfloat16, 1>());
+    case DType::f32: return packs ? with(Pack<float, 4>()) : with(Pack<float, 1>());
+    default: throw std::invalid_argument("outs[0]: float64, wanted float16, bfloat16 or float32 on CUDA");
   }
 }
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The tests again, and fuzz.py, with the CPU library built under AddressSanitizer and UBSan. Fresh memory is filled
+# fuzz.py, then the tests, with the CPU library built under AddressSanitizer and UBSan. Fresh memory is filled
 # with NaN. Arguments go to pytest. PYTHON, CXX and SANITIZE_BUILD (a folder) may be set.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -26,5 +26,5 @@ export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 # libstdc++ comes second, so that exceptions are seen through AddressSanitizer.
 LD_PRELOAD="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libstdc++.so)"
 export LD_PRELOAD CXX="$build/cxx"
-"$python" -m pytest -p no:cacheprovider --capture=sys "$@"
 PYTHONPATH=. "$python" tests/sanitize/fuzz.py
+"$python" -m pytest -p no:cacheprovider --capture=sys "$@"

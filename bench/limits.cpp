@@ -1,0 +1,104 @@
+// What the processor can do at most: multiply-adds that never leave the registers, and a read of every byte.
+// Compiled for the processor it runs on.
+
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+using Floats = float __attribute__((vector_size(kVectorBytes)));
+using Words = uint64_t __attribute__((vector_size(kVectorBytes)));
+using UnalignedWords = uint64_t __attribute__((vector_size(kVectorBytes), aligned(8)));
+
+constexpr int kFloats = kVectorBytes / sizeof(float);
+constexpr int kChains = 12;  // enough for the latency of two units, and they fit 16 registers with two operands
+
+template <class Work>
+void on_threads(int threads, Work work) {
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads; ++t) others.emplace_back(work, t);
+  work(0);
+  for (auto& other : others) other.join();
+}
+
+// Keeps a value in a register, and the compiler from knowing it.
+template <class T>
+inline void hide(T& x) {
+#if defined(__x86_64__)
+  asm volatile("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(x));
+#else
+  asm volatile("" : "+m"(x));
+#endif
+}
+
+template <class Step>
+void chains(int64_t steps, Step step) {
+  Floats c0{}, c1{}, c2{}, c3{}, c4{}, c5{}, c6{}, c7{}, c8{}, c9{}, c10{}, c11{};
+  for (int64_t i = 0; i < steps; ++i) {
+    step(c0), step(c1), step(c2), step(c3), step(c4), step(c5);
+    step(c6), step(c7), step(c8), step(c9), step(c10), step(c11);
+  }
+}
+
+extern "C" {
+
+// Returns the floating-point operations done.
+double fma_float32(int threads, int64_t steps) {
+  on_threads(threads, [=](int) {
+    Floats a = Floats{} + 0.5f, b = Floats{} + 1.0f;
+    hide(a), hide(b);
+    chains(steps, [=](Floats& c) {
+      c = c * a + b;
+      hide(c);
+    });
+  });
+  return 2.0 * kChains * kFloats * steps * threads;
+}
+
+#if defined(__AVX512BF16__)
+double dot_bfloat16(int threads, int64_t steps) {
+  on_threads(threads, [=](int) {
+    __m512 ones = _mm512_set1_ps(1);
+    __m512bh a = _mm512_cvtne2ps_pbh(ones, ones);
+    hide(a);
+    chains(steps, [=](Floats& c) {
+      c = (Floats)_mm512_dpbf16_ps((__m512)c, a, a);
+      hide(c);
+    });
+  });
+  return 4.0 * kChains * kFloats * steps * threads;
+}
+#endif
+
+// Reads `bytes` at k and as many at v, `passes` times.
+void read_both(const char* k, const char* v, int64_t bytes, int threads, int passes) {
+  constexpr int64_t block = 4 * kVectorBytes;
+  int64_t share = bytes / threads / block * block;
+  on_threads(threads, [=](int thread) {
+    Words x0{}, x1{}, x2{}, x3{};
+    for (int pass = 0; pass < passes; ++pass)
+      for (const char* tensor : {k, v}) {
+        const char* start = tensor + thread * share;
+        for (const char* p = start; p < start + share; p += block) {
+          auto* words = reinterpret_cast<const UnalignedWords*>(p);
+          x0 ^= words[0], x1 ^= words[1], x2 ^= words[2], x3 ^= words[3];
+        }
+      }
+    x0 ^= x1 ^ x2 ^ x3;
+    hide(x0);
+  });
+}
+}
