@@ -83,22 +83,20 @@ double dot_bfloat16(int threads, int64_t steps) {
 }
 #endif
 
-// Reads `bytes` at k and as many at v, `passes` times.
+// Reads `bytes` at k and as many at v, `passes` times, each thread from four places at once.
 void read_both(const char* k, const char* v, int64_t bytes, int threads, int passes) {
-  constexpr int64_t block = 4 * kVectorBytes;
-  int64_t share = bytes / threads / block * block;
+  constexpr int64_t step = 2 * kVectorBytes;
+  int64_t half = bytes / threads / (2 * step) * step;
   on_threads(threads, [=](int thread) {
-    Words x0{}, x1{}, x2{}, x3{};
+    Words x0{}, x1{};
+    const char *k_share = k + thread * 2 * half, *v_share = v + thread * 2 * half;
     for (int pass = 0; pass < passes; ++pass)
-      for (const char* tensor : {k, v}) {
-        const char* start = tensor + thread * share;
-        for (const char* p = start; p < start + share; p += block) {
-          auto* words = reinterpret_cast<const UnalignedWords*>(p);
-          x0 ^= words[0], x1 ^= words[1], x2 ^= words[2], x3 ^= words[3];
+      for (int64_t i = 0; i < half; i += step)
+        for (const char* place : {k_share, k_share + half, v_share, v_share + half}) {
+          auto* words = reinterpret_cast<const UnalignedWords*>(place + i);
+          x0 ^= words[0], x1 ^= words[1];
         }
-      }
-    x0 ^= x1 ^ x2 ^ x3;
-    hide(x0);
+    hide(x0), hide(x1);
   });
 }
 }

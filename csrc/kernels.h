@@ -40,7 +40,8 @@ const CpuKernels& cpu_kernels();
 namespace cuda {
 int64_t merge_scratch(const MergeParams&);
 void merge(const MergeParams&, void* scratch, void* stream);
-void merge_grad(const MergeGradParams&, void* stream);
+int64_t merge_grad_scratch(const MergeGradParams&);
+void merge_grad(const MergeGradParams&, void* scratch, void* stream);
 }  // namespace cuda
 
 }  // namespace flashsoftmax

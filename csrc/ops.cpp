@@ -21,15 +21,16 @@ Runner torch_runner() {
 
 Tensor scratch(const Tensor& like, int64_t bytes) { return torch::stable::new_empty(like, {bytes}, ScalarType::Byte); }
 
-std::tuple<Tensor, Tensor> attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-                                     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const OptionalTensor& kv_lens,
-                                     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                                     const OptionalTensor& block_table, int64_t max_seqlen_q, int64_t max_seqlen_k, double scale,
-                                     double softcap, OptionalInt window_left, OptionalInt window_right, OptionalInt q_offset,
-                                     OptionalInt split_size) {
-  AttentionParams p = attention_params(query, key, value, attn_mask, alibi_slopes, sinks,
-                                       {kv_lens, cu_seqlens_q, cu_seqlens_k, block_table},
-                                       {max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, q_offset, split_size});
+std::tuple<Tensor, Tensor> attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                                         const OptionalTensor& attn_mask, const OptionalTensor& alibi_slopes,
+                                         const OptionalTensor& sinks, const OptionalTensor& kv_lens,
+                                         const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                                         const OptionalTensor& block_table, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                                         double scale, double softcap, OptionalInt window_left,
+                                         OptionalInt window_right, OptionalInt q_offset, OptionalInt split_size) {
+  AttentionParams p = attention_params(
+      query, key, value, attn_mask, alibi_slopes, sinks, {kv_lens, cu_seqlens_q, cu_seqlens_k, block_table},
+      {max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, q_offset, split_size});
   Tensor out = empty_like_layout(query, p.head_dim_v);
   Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, statistics_type(query));
   p.out = view(out);
@@ -42,14 +43,16 @@ std::tuple<Tensor, Tensor> attention_cpu(const Tensor& query, const Tensor& key,
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward_cpu(
-    const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& out, const Tensor& lse, const OptionalTensor& attn_mask, const OptionalTensor& alibi_slopes,
-    const OptionalTensor& sinks, const OptionalTensor& kv_lens, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, OptionalInt window_left, OptionalInt window_right,
-    OptionalInt q_offset, bool mask_grad) {
+    const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& attn_mask,
+    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const OptionalTensor& kv_lens,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    double scale, double softcap, OptionalInt window_left, OptionalInt window_right, OptionalInt q_offset,
+    bool mask_grad) {
   AttentionGradParams grad{};
-  grad.forward = attention_params(query, key, value, attn_mask, alibi_slopes, sinks, {kv_lens, cu_seqlens_q, cu_seqlens_k, std::nullopt},
-                                  {max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, q_offset, std::nullopt});
+  grad.forward = attention_params(
+      query, key, value, attn_mask, alibi_slopes, sinks, {kv_lens, cu_seqlens_q, cu_seqlens_k, std::nullopt},
+      {max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, q_offset, std::nullopt});
   AttentionParams& p = grad.forward;
   const std::vector<int64_t> rows{query.size(0), query.size(1), query.size(2)};
   std::vector<int64_t> out_shape = rows;
@@ -88,8 +91,9 @@ std::tuple<Tensor, Tensor> merge_cpu(const std::vector<Tensor>& outs, const std:
   return merge_on(outs, lses, [](const MergeParams& p) { cpu_kernels().merge(p, torch_runner()); });
 }
 
-std::tuple<Tensor, Tensor> merge_backward_cpu(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const std::vector<Tensor>& outs,
-                                          const std::vector<Tensor>& lses, const Tensor& lse) {
+std::tuple<Tensor, Tensor> merge_backward_cpu(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                                              const std::vector<Tensor>& outs, const std::vector<Tensor>& lses,
+                                              const Tensor& lse) {
   return merge_backward_on(grad_out, grad_lse, outs, lses, lse,
                            [](const MergeGradParams& p) { cpu_kernels().merge_grad(p, torch_runner()); });
 }
@@ -103,20 +107,26 @@ STABLE_TORCH_LIBRARY(flashsoftmax, m) {
   // varlen (cu_seqlens): B is 1 and the sequences follow each other as rows. paged (block_table): key, value
   // [pages, Hkv, page_size, D]. attn_mask [B, Hq, Sq, Sk]; sinks, alibi_slopes [Hq] and lse: float32 (float64 for float64).
   m.def(
-      "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? kv_lens, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, int max_seqlen_q, int max_seqlen_k, float scale, "
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, "
+      "Tensor? kv_lens, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, int max_seqlen_q, int max_seqlen_k, float "
+      "scale, "
       "float softcap, int? window_left, int? window_right, int? q_offset, int? split_size) -> (Tensor, Tensor)");
   // -> gradients of query, key, value, attn_mask [B, Hq, Sq, Sk] and sinks; of the last two empty what was not asked for
   m.def(
-      "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-      "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? kv_lens, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-      "int max_seqlen_q, int max_seqlen_k, float scale, float softcap, int? window_left, int? window_right, int? q_offset, "
+      "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor lse, "
+      "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? kv_lens, Tensor? cu_seqlens_q, Tensor? "
+      "cu_seqlens_k, "
+      "int max_seqlen_q, int max_seqlen_k, float scale, float softcap, int? window_left, int? window_right, int? "
+      "q_offset, "
       "bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   // outs [B, H, S, D] and lses [B, H, S], one of each a state
   m.def("merge(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
   // -> gradients of outs and lses, stacked on a leading axis of states
   m.def(
-      "merge_backward(Tensor? grad_out, Tensor? grad_lse, Tensor[] outs, Tensor[] lses, Tensor lse) -> (Tensor, Tensor)");
+      "merge_backward(Tensor? grad_out, Tensor? grad_lse, Tensor[] outs, Tensor[] lses, Tensor lse) -> (Tensor, "
+      "Tensor)");
   m.def("cpu_isa() -> str");
 }
 

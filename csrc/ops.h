@@ -104,8 +104,8 @@ inline Tensor4 view(const Tensor& x) {
 
 inline IntVector int_vector(const char* argument, const Tensor& x, int64_t dim, const Tensor& like) {
   check(x.dim() == dim, argument, ": ", x.dim(), " dimensions, wanted ", dim);
-  check(x.scalar_type() == ScalarType::Int || x.scalar_type() == ScalarType::Long, argument, ": dtype ", name(x.scalar_type()),
-        ", wanted int32 or int64");
+  check(x.scalar_type() == ScalarType::Int || x.scalar_type() == ScalarType::Long, argument, ": dtype ",
+        name(x.scalar_type()), ", wanted int32 or int64");
   check_device(argument, x, like);
   return {x.data_ptr(), x.numel() ? x.stride(dim - 1) : 0, x.scalar_type() == ScalarType::Long};
 }
@@ -140,8 +140,8 @@ struct Lengths {
 };
 
 // Values of lengths, where the host can read them.
-inline void check_cu_seqlens(const char* argument, const IntVector& cu, int64_t sequences, int64_t rows, const char* limit_name,
-                             int64_t limit) {
+inline void check_cu_seqlens(const char* argument, const IntVector& cu, int64_t sequences, int64_t rows,
+                             const char* limit_name, int64_t limit) {
   check(cu[0] == 0, argument, "[0]: ", cu[0], ", wanted 0");
   for (int64_t b = 0; b < sequences; b++) {
     int64_t length = cu[b + 1] - cu[b];
@@ -167,17 +167,17 @@ inline void check_lengths(const AttentionParams& p, int64_t rows_k, const Option
   }
 }
 
-inline AttentionParams attention_params(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-                                        const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const Lengths& lengths,
-                                        const Options& options) {
+inline AttentionParams attention_params(const Tensor& query, const Tensor& key, const Tensor& value,
+                                        const OptionalTensor& attn_mask, const OptionalTensor& alibi_slopes,
+                                        const OptionalTensor& sinks, const Lengths& lengths, const Options& options) {
   AttentionParams p{};
   const bool paged = lengths.block_table.has_value();
   const char *key_name = paged ? "key_pages" : "key", *value_name = paged ? "value_pages" : "value";
   std::pair<const char*, const Tensor*> inputs[] = {{"query", &query}, {key_name, &key}, {value_name, &value}};
   for (auto [argument, x] : inputs) {
     check(x->dim() == 4, argument, ": ", x->dim(), " dimensions, wanted 4");
-    check(x->scalar_type() == query.scalar_type(), argument, ": dtype ", name(x->scalar_type()), ", wanted that of query, ",
-          name(query.scalar_type()));
+    check(x->scalar_type() == query.scalar_type(), argument, ": dtype ", name(x->scalar_type()),
+          ", wanted that of query, ", name(query.scalar_type()));
     check_device(argument, *x, query);
     check(x->size(3) <= kMaxHeadDim, argument, ": head_dim ", x->size(3), ", wanted at most ", kMaxHeadDim);
   }
@@ -194,15 +194,16 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key, 
   check(key.size(3) == p.head_dim, key_name, ": head_dim ", key.size(3), ", wanted that of query, ", p.head_dim);
   const char* dimensions[] = {paged ? "pages" : "batch", "heads", paged ? "page_size" : "keys"};
   for (int64_t d = 0; d < 3; d++)
-    check(value.size(d) == key.size(d), value_name, ": ", dimensions[d], " ", value.size(d), ", wanted that of ", key_name, ", ",
-          key.size(d));
-  check(p.heads_kv > 0 ? p.heads_q % p.heads_kv == 0 : p.heads_q == 0, "query: ", p.heads_q, " heads, wanted a multiple of the heads of ",
-        key_name, ", ", p.heads_kv);
+    check(value.size(d) == key.size(d), value_name, ": ", dimensions[d], " ", value.size(d), ", wanted that of ",
+          key_name, ", ", key.size(d));
+  check(p.heads_kv > 0 ? p.heads_q % p.heads_kv == 0 : p.heads_q == 0, "query: ", p.heads_q,
+        " heads, wanted a multiple of the heads of ", key_name, ", ", p.heads_kv);
 
   const bool varlen = lengths.cu_seqlens_q || lengths.cu_seqlens_k;
   check(!(varlen && paged), "block_table: given together with cu_seqlens, wanted one of them");
   if (varlen) {
-    check(lengths.cu_seqlens_q && lengths.cu_seqlens_k, "cu_seqlens_q, cu_seqlens_k: one of them is missing, wanted both");
+    check(lengths.cu_seqlens_q && lengths.cu_seqlens_k,
+          "cu_seqlens_q, cu_seqlens_k: one of them is missing, wanted both");
     p.cu_seqlens_q = int_vector("cu_seqlens_q", *lengths.cu_seqlens_q, 1, query);
     p.cu_seqlens_k = int_vector("cu_seqlens_k", *lengths.cu_seqlens_k, 1, query);
     check(lengths.cu_seqlens_q->numel() >= 1, "cu_seqlens_q: no elements, wanted the number of sequences + 1");
@@ -211,7 +212,7 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key, 
     check(options.max_seqlen_q >= 0, "max_seqlen_q: ", options.max_seqlen_q, ", wanted at least 0");
     check(options.max_seqlen_k >= 0, "max_seqlen_k: ", options.max_seqlen_k, ", wanted at least 0");
     p.sequences = lengths.cu_seqlens_q->numel() - 1;
-    p.seqlen_q = options.max_seqlen_q;
+    p.seqlen_q = std::min(options.max_seqlen_q, kUnbounded / 16);
     p.seqlen_k = std::min(options.max_seqlen_k, key.size(2));
   } else {
     p.sequences = query.size(0);
@@ -220,8 +221,8 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key, 
   }
   if (paged) {
     p.block_table = int_vector("block_table", *lengths.block_table, 2, query);
-    check(lengths.block_table->size(0) == p.sequences, "block_table: ", lengths.block_table->size(0), " rows, wanted the batch, ",
-          p.sequences);
+    check(lengths.block_table->size(0) == p.sequences, "block_table: ", lengths.block_table->size(0),
+          " rows, wanted the batch, ", p.sequences);
     check(lengths.kv_lens.has_value(), "kv_lens: missing, wanted with block_table");
     p.block_table_row = lengths.block_table->stride(0);
     p.page_size = key.size(2);
@@ -296,9 +297,10 @@ inline std::vector<MergeState> merge_inputs(const std::vector<Tensor>& outs, con
 // inputs must outlive the parameters.
 inline MergeParams merge_params(const std::vector<MergeState>& inputs, const Tensor& out, const Tensor& lse) {
   std::optional<DType> dtype = dtype_of(out);
-  check(dtype && *dtype != DType::boolean, "outs[0]: ", name(out.scalar_type()), ", wanted float16, bfloat16, float32 or float64");
-  return {*dtype,      out.size(0),   out.size(1), out.size(2), out.size(3), int64_t(inputs.size()), inputs.data(),
-          merge_state(out, lse)};
+  check(dtype && *dtype != DType::boolean, "outs[0]: ", name(out.scalar_type()),
+        ", wanted float16, bfloat16, float32 or float64");
+  return {*dtype,        out.size(0),          out.size(1), out.size(2), out.size(3), int64_t(inputs.size()),
+          inputs.data(), merge_state(out, lse)};
 }
 
 // launch(MergeParams)
@@ -315,8 +317,8 @@ std::tuple<Tensor, Tensor> merge_on(const std::vector<Tensor>& outs, const std::
 // launch(MergeGradParams)
 template <class Launch>
 std::tuple<Tensor, Tensor> merge_backward_on(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                             const std::vector<Tensor>& outs, const std::vector<Tensor>& lses, const Tensor& lse,
-                                             Launch&& launch) {
+                                             const std::vector<Tensor>& outs, const std::vector<Tensor>& lses,
+                                             const Tensor& lse, Launch&& launch) {
   std::vector<MergeState> inputs = merge_inputs(outs, lses);
   check_like("lse", lse, sizes(lses[0]), lses[0]);
   if (grad_out) check_like("grad_out", *grad_out, sizes(outs[0]), outs[0]);
@@ -334,6 +336,7 @@ std::tuple<Tensor, Tensor> merge_backward_on(const OptionalTensor& grad_out, con
   MergeGradParams params{merge_params(inputs, outs[0], lse),
                          {grad_out ? view(*grad_out) : Tensor4{}, grad_lse ? view(*grad_lse) : Tensor4{}},
                          grad_inputs.data()};
+  params.forward.output.out = {};
   if (lse.numel() > 0) launch(params);
   return {grad_outs, grad_lses};
 }

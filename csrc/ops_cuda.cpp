@@ -30,10 +30,11 @@ std::tuple<Tensor, Tensor> cuda_merge(const std::vector<Tensor>& outs, const std
 
 std::tuple<Tensor, Tensor> cuda_merge_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
                                                const std::vector<Tensor>& outs, const std::vector<Tensor>& lses,
-                                               const Tensor& out, const Tensor& lse) {
-  return merge_backward_on(grad_out, grad_lse, outs, lses, out, lse, [&](const MergeGradParams& p) {
-    const OnDeviceOf device(out);
-    cuda::merge_grad(p, device.stream());
+                                               const Tensor& lse) {
+  return merge_backward_on(grad_out, grad_lse, outs, lses, lse, [&](const MergeGradParams& p) {
+    const OnDeviceOf device(lse);
+    Tensor scratch = torch::stable::new_empty(lse, {cuda::merge_grad_scratch(p)}, ScalarType::Byte);
+    cuda::merge_grad(p, scratch.data_ptr(), device.stream());
   });
 }
 

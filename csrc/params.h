@@ -49,9 +49,9 @@ struct AttentionParams {
   Tensor4 lse;  // [batch, heads_q, rows], float (double for f64)
 
   int64_t sequences, heads_q, heads_kv, head_dim, head_dim_v;
-  int64_t seqlen_q, seqlen_k;            // of a sequence: in varlen of the longest, in paged what the block table can hold
-  int64_t rows_q;                        // of query, out and lse
-  IntVector kv_lens;                     // [sequences], absent: seqlen_k
+  int64_t seqlen_q, seqlen_k;  // of a sequence: in varlen of the longest, in paged what the block table can hold
+  int64_t rows_q;              // of query, out and lse
+  IntVector kv_lens;           // [sequences], absent: seqlen_k
   IntVector cu_seqlens_q, cu_seqlens_k;  // [sequences + 1], varlen only
   IntVector block_table;                 // [sequences][block_table_row], paged only
   int64_t block_table_row = 0, page_size = 0;
@@ -91,11 +91,11 @@ FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
 
 struct AttentionGradParams {
   AttentionParams forward;
-  Tensor4 grad_out;       // absent where data is null
-  Tensor4 grad_lse;       // [batch, heads_q, rows], float (double for f64); absent where data is null
+  Tensor4 grad_out;  // absent where data is null
+  Tensor4 grad_lse;  // [batch, heads_q, rows], float (double for f64); absent where data is null
   Tensor4 grad_query, grad_key, grad_value;
-  Tensor4 grad_mask;      // [batch, heads_q, rows, keys], float (double for f64), zeroed; absent where data is null
-  void* grad_sinks;       // [heads_q], float (double for f64); may be null
+  Tensor4 grad_mask;  // [batch, heads_q, rows, keys], float (double for f64), zeroed; absent where data is null
+  void* grad_sinks;   // [heads_q], float (double for f64); may be null
 };
 
 // Merge of states (out, lse) for disjoint keys, all of the same shape.
@@ -112,9 +112,9 @@ struct MergeParams {
 };
 
 struct MergeGradParams {
-  MergeParams forward;           // of its output only lse is there
-  MergeState grad_output;        // either may be absent
-  const MergeState* grad_inputs; // [states]
+  MergeParams forward;            // of its output only lse is there
+  MergeState grad_output;         // either may be absent
+  const MergeState* grad_inputs;  // [states]
 };
 
 }  // namespace flashsoftmax

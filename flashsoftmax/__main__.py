@@ -182,9 +182,7 @@ def main() -> None:
     with console.status("measuring"):
         table = results(device)
     console.print(table)
-    console.print(
-        "error: the largest against FP64, beside that of attention with a score matrix in the same dtype."
-    )
+    console.print("error: the largest against FP64, beside that of attention with a score matrix in the same dtype.")
     console.print(f"ms: median of {ROUNDS}, in turns with torch's scaled_dot_product_attention.")
 
 

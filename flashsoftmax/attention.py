@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, overload
 
 import torch
@@ -70,30 +71,35 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of each query over the keys that it sees.
 
-    The score of query i and key j is ``scale * q_i . k_j``, then softcap, ALiBi and a float mask, in this order. Hidden keys
-    have weight 0. A query that sees no key has output 0, lse -inf (with a sink: the sink) and gradients 0.
+    The score of query i and key j is ``scale * q_i . k_j``, then softcap, ALiBi and a float mask, in this order. Hidden
+    keys have weight 0. A query that sees no key has output 0, lse -inf (with a sink: the sink) and gradients 0.
 
     Args:
         query: [B, Hq, Sq, Dqk], float16, bfloat16, float32 or float64. Any strides.
         key: [B, Hkv, Sk, Dqk]. Hq is a multiple of Hkv, and query head h reads key head ``h // (Hq / Hkv)``.
         value: [B, Hkv, Sk, Dv]. Dqk and Dv are at most 256.
-        attn_mask: broadcastable to [B, Hq, Sq, Sk]. Boolean: True lets attend. Floating: added to the scores; -inf hides.
+        attn_mask: broadcastable to [B, Hq, Sq, Sk]. Boolean: True lets attend. Floating: added to the scores; -inf
+            hides.
         causal: hide the keys behind the query: j > i + q_offset.
-        window: (left, right): hide j < i + q_offset - left and j > i + q_offset + right. None is no bound, 0 is one: a window
-            of (left, 0) sees left + 1 keys, the query's own included.
+        window: (left, right): hide j < i + q_offset - left and j > i + q_offset + right. None is no bound, 0 is one: a
+            window of (left, 0) sees left + 1 keys, the query's own included.
         scale: of the scores; 1 / sqrt(Dqk) unless given.
         softcap: c > 0 turns a score s into ``c * tanh(s / c)``; None or 0 leaves it.
-        alibi_slopes: [Hq]: adds ``-slope * abs(i + q_offset - j)`` (Press et al., 2022, arXiv:2108.12409). No gradient.
-        sinks: [Hq]: the score of one more key, whose value is 0 (Xiao et al., 2023, arXiv:2309.17453). Counted in lse.
-        q_offset: position of query 0 among the keys; kv_len - Sq unless given: the last query is aligned with the last key.
+        alibi_slopes: [Hq]: adds ``-slope * abs(i + q_offset - j)`` (Press et al., 2022, arXiv:2108.12409). They have no
+            gradient.
+        sinks: [Hq]: the score of one more key, whose value is 0 (after Xiao et al., 2023, arXiv:2309.17453). It counts
+            in lse.
+        q_offset: position of query 0 among the keys; kv_len - Sq unless given, which aligns the last query with the
+            last key.
         kv_lens: [B], int32 or int64: keys and values from kv_lens[b] on are not read.
-        split_size: keys a split, for split-KV. The result's bits depend on it, and on neither batch, heads nor threads.
+        split_size: keys a split, for split-KV, rounded up to whole tiles. The result's bits depend on it, and on
+            neither batch, heads nor threads.
         return_lse: return (out, lse).
 
     Returns:
-        out [B, Hq, Sq, Dv] in the dtype of query, stored with heads inside rows where query is; and where asked for lse
-        [B, Hq, Sq], the natural logarithm of the sum of the exponentials of the scores, float32 (float64 for float64).
-        Both are differentiable.
+        out [B, Hq, Sq, Dv] in the dtype of query, stored with heads inside rows where query is; and where asked for
+        lse [B, Hq, Sq], the natural logarithm of the sum of the exponentials of the scores, float32 (float64 for
+        float64). Both are differentiable.
 
     Raises:
         TypeError: an argument is no tensor. ValueError: a shape, dtype, device or value that does not fit.
@@ -101,9 +107,8 @@ def attention(
     _check_tensors(query=query, key=key, value=value, attn_mask=attn_mask, kv_lens=kv_lens)
     if query.dim() == 4 and key.dim() == 4:
         attn_mask = _expand_mask(attn_mask, (query.size(0), query.size(1), query.size(2), key.size(2)))
-    out, lse = _attention(
-        query, key, value, attn_mask, causal, window, scale, softcap, alibi_slopes, sinks, q_offset, split_size, kv_lens=kv_lens
-    )
+    options = _Options(causal, window, scale, softcap, alibi_slopes, sinks, q_offset, split_size)
+    out, lse = options.attend(query, key, value, attn_mask, kv_lens)
     return (out, lse) if return_lse else out
 
 
@@ -129,14 +134,15 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several sequences that follow each other without padding.
 
-    The options are those of :func:`attention`, each sequence taken by itself: positions count from its first query and key.
+    The options are those of :func:`attention`, each sequence taken by itself: positions count from its first query and
+    key.
 
     Args:
         query: [Tq, Hq, Dqk], the rows of all sequences.
         key: [Tk, Hkv, Dqk].
         value: [Tk, Hkv, Dv].
-        cu_seqlens_q: [sequences + 1], int32 or int64: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. It starts
-            with 0, does not fall, and ends with Tq.
+        cu_seqlens_q: [sequences + 1], int32 or int64: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+            It starts with 0, does not fall, and ends with Tq.
         cu_seqlens_k: likewise for key and value.
         max_seqlen_q: at least the length of the longest sequence of queries. The result's bits may depend on it.
         max_seqlen_k: at least the length of the longest sequence of keys.
@@ -153,20 +159,12 @@ def attention_varlen(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
             raise ValueError(f"{name}: {x.dim()} dimensions, wanted 3: [tokens, heads, head_dim]")
-    out, lse = _attention(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
-        None,
-        causal,
-        window,
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        q_offset,
-        split_size,
-        kv_lens=kv_lens,
-        cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
-        max_seqlens=(max_seqlen_q, max_seqlen_k),
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    options = _Options(causal, window, scale, softcap, alibi_slopes, sinks, q_offset, split_size)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        _check_int(name, length)
+    out, lse = options.attend(
+        query, key, value, None, kv_lens, cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k
     )
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -217,22 +215,9 @@ def attention_paged(
     if query.dim() == 4 and block_table.dim() == 2:
         keys = block_table.size(1) * key_pages.size(1)
         attn_mask = _expand_mask(attn_mask, (query.size(0), query.size(1), query.size(2), keys))
-    out, lse = _attention(
-        query,
-        key_pages.transpose(1, 2),
-        value_pages.transpose(1, 2),
-        attn_mask,
-        causal,
-        window,
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        q_offset,
-        split_size,
-        kv_lens=kv_lens,
-        block_table=block_table,
-    )
+    key, value = key_pages.transpose(1, 2), value_pages.transpose(1, 2)
+    options = _Options(causal, window, scale, softcap, alibi_slopes, sinks, q_offset, split_size)
+    out, lse = options.attend(query, key, value, attn_mask, kv_lens, block_table=block_table)
     return (out, lse) if return_lse else out
 
 
@@ -240,9 +225,10 @@ def merge(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> t
     """The attention over all keys, from its results over disjoint parts of them.
 
     Args:
-        outs: the states' outputs, [B, H, S, D] or [T, H, D] each; a sequence, or a tensor with a leading axis of states.
-        lses: their lse (natural logarithm), [B, H, S] or [H, T] each, float32 (float64 for float64). A state with an lse of
-            -inf, or +inf as flash-attn 2 writes it, is empty, and its output is not read.
+        outs: the states' outputs, [B, H, S, D] or [T, H, D] each; a sequence, or a tensor with a leading axis of
+            states.
+        lses: their lse (natural logarithm), [B, H, S] or [H, T] each, float32 (float64 for float64). A state with an
+            lse of -inf, or +inf as flash-attn 2 writes it, is empty, and its output is not read.
 
     Returns:
         (out, lse) in the same layout, differentiable. A row that is empty in all states has output 0 and lse -inf.
@@ -267,58 +253,65 @@ def merge(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> t
     return (out.squeeze(0).transpose(0, 1), lse.squeeze(0)) if varlen else (out, lse)
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    causal: bool,
-    window: Window | None,
-    scale: float | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    q_offset: int | None,
-    split_size: int | None,
-    *,
-    kv_lens: Tensor | None = None,
-    cu_seqlens: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
-    block_table: Tensor | None = None,
-    max_seqlens: tuple[int, int] = (0, 0),
-) -> tuple[Tensor, Tensor]:
-    _check_tensors(alibi_slopes=alibi_slopes, sinks=sinks)
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes: requires_grad is True, wanted False: slopes have no gradient")
-    _check_no_forward_ad(query, key, value, attn_mask, sinks)
-    for name, number in (("q_offset", q_offset), ("split_size", split_size)):
-        _check_int(name, number)
-    for name, number in zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True):
-        _check_int(name, number)
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
-            raise TypeError(f"{name}: {number!r}, wanted a number")
-    left, right = _bounds(window)
-    if scale is None:
-        scale = 1.0 / math.sqrt(query.size(-1)) if query.dim() and query.size(-1) else 1.0
-    statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return ops.attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        _per_head("alibi_slopes", alibi_slopes, query, statistics),
-        _per_head("sinks", sinks, query, statistics),
-        kv_lens,
-        *cu_seqlens,
-        block_table,
-        *max_seqlens,
-        float(scale),
-        float(softcap or 0.0),
-        left,
-        0 if causal else right,
-        q_offset,
-        split_size,
-    )
+@dataclass(frozen=True)
+class _Options:
+    causal: bool
+    window: Window | None
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    q_offset: int | None
+    split_size: int | None
+
+    def __post_init__(self) -> None:
+        _check_tensors(alibi_slopes=self.alibi_slopes, sinks=self.sinks)
+        if self.alibi_slopes is not None and self.alibi_slopes.requires_grad:
+            raise ValueError("alibi_slopes: requires_grad is True, wanted False: slopes have no gradient")
+        _check_int("q_offset", self.q_offset)
+        _check_int("split_size", self.split_size)
+        for name, x in (("scale", self.scale), ("softcap", self.softcap)):
+            if x is not None and not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+                raise TypeError(f"{name}: {x!r}, wanted a number")
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        kv_lens: Tensor | None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+        max_seqlen_q: int = 0,
+        max_seqlen_k: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of operands in the operator's layout: [batch, heads, rows, dim]."""
+        _check_no_forward_ad(query, key, value, attn_mask, self.sinks)
+        head_dim = query.size(-1) if query.dim() else 1
+        scale = 1.0 / math.sqrt(max(head_dim, 1)) if self.scale is None else self.scale
+        left, right = _bounds(self.window)
+        return ops.attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            _per_head("alibi_slopes", self.alibi_slopes, query),
+            _per_head("sinks", self.sinks, query),
+            kv_lens,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
+            max_seqlen_q,
+            max_seqlen_k,
+            float(scale),
+            float(self.softcap or 0.0),
+            left,
+            0 if self.causal else right,
+            self.q_offset,
+            self.split_size,
+        )
 
 
 def _states(name: str, states: object) -> list[Tensor]:
@@ -346,9 +339,10 @@ def _check_int(name: str, x: object) -> None:
         raise TypeError(f"{name}: {x!r}, wanted an int")
 
 
-def _per_head(name: str, x: Tensor | None, query: Tensor, statistics: torch.dtype) -> Tensor | None:
+def _per_head(name: str, x: Tensor | None, query: Tensor) -> Tensor | None:
     if x is None:
         return None
+    statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
     if x.dtype not in (statistics, torch.float32, query.dtype):
         raise ValueError(f"{name}: dtype {x.dtype}, wanted float32 or that of query, {query.dtype}")
     return x.to(statistics)
@@ -376,4 +370,6 @@ def _check_no_forward_ad(*tensors: Tensor | None) -> None:
         return
     for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError("forward-mode differentiation of attention is not implemented; use the backward mode")
+            raise NotImplementedError(
+                "forward-mode differentiation of attention is not implemented; use the backward mode"
+            )

@@ -114,7 +114,19 @@ def _(
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, attn_mask, alibi_slopes, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, block_table, *options = inputs
+    (
+        query,
+        key,
+        value,
+        attn_mask,
+        alibi_slopes,
+        sinks,
+        kv_lens,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        block_table,
+        *options,
+    ) = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         query, key, value, *output, attn_mask, alibi_slopes, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k
@@ -169,23 +181,27 @@ for _name in ("attention_backward", "merge_backward"):
 # vmap. A batch of batches is a batch, where nothing but the operands is batched; else one call after the other.
 
 
-def _each(op: Any) -> Callable[..., Any]:
+def _each(name: str) -> Callable[..., Any]:
+    op = getattr(torch.ops.flashsoftmax, name).default
+
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         leaves, spec = pytree.tree_flatten(args)
         dims = pytree.tree_flatten(in_dims, is_leaf=lambda dim: dim is None)[0]
-        results = [
-            op(*pytree.tree_unflatten([x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)], spec))
-            for i in range(info.batch_size)
-        ]
+
+        def call(i: int) -> Any:
+            sample = [x if dim is None else x.select(dim, i) for x, dim in zip(leaves, dims, strict=True)]
+            return op(*pytree.tree_unflatten(sample, spec))
+
+        results = [call(i) for i in range(info.batch_size)]
         return tuple(torch.stack(outputs) for outputs in zip(*results, strict=True)), (0,) * len(results[0])
 
     return rule
 
 
-_attention_each = _each(torch.ops.flashsoftmax.attention.default)
+_attention_each = _each("attention")
 
 
-def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     operands = (0, 1, 2, 3, 6)  # query, key, value, attn_mask, kv_lens
     dense = all(args[n] is None for n in (7, 8, 9))  # cu_seqlens_q, cu_seqlens_k, block_table
     if not dense or any(dim is not None for n, dim in enumerate(in_dims) if n not in operands):
@@ -202,7 +218,7 @@ def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[An
 
 torch.library.register_vmap("flashsoftmax::attention", _attention_vmap)
 for _name in NAMES[1:]:
-    torch.library.register_vmap(f"flashsoftmax::{_name}", _each(getattr(torch.ops.flashsoftmax, _name).default))
+    torch.library.register_vmap(f"flashsoftmax::{_name}", _each(_name))
 
 
 # Autocast: query, key and value go to the dtype in force, as for torch's own attention.

@@ -35,9 +35,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows-outermost": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
     "dim-not-last": lambda x: x.mT.contiguous().mT,
     "every-other-element": lambda x: stored(x, (*x.shape[:3], 2 * x.shape[3]), lambda b: b[..., ::2]),
-    "every-third-row": lambda x: stored(
-        x, (*x.shape[:2], 3 * x.shape[2], x.shape[3]), lambda b: b[:, :, 1::3]
-    ),
+    "every-third-row": lambda x: stored(x, (*x.shape[:2], 3 * x.shape[2], x.shape[3]), lambda b: b[:, :, 1::3]),
     "padded-rows": lambda x: stored(x, (*x.shape[:3], x.shape[3] + 3), lambda b: b[..., 1:-2]),
     "one-of-qkv": lambda x: stored(
         x, (x.shape[0], x.shape[2], 3, x.shape[1], x.shape[3]), lambda b: b[:, :, 1].transpose(1, 2)
@@ -96,15 +94,9 @@ class Case:
             if is_real(mask := tensors.get("attn_mask")) and mask.shape[0] == self.batch:
                 for rows, length in zip(mask, self.kv_lens, strict=True):
                     rows[..., length:] = NAN
-        tensors = {
-            name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()
-        }
+        tensors = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()}
         tensors |= {name: LAYOUTS[self.layout](tensors[name]) for name in ("query", "key", "value")}
         return tensors | options
-
-    def draws(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[dict]:
-        """Some more inputs in float32, where a naive computation of one may be exact by luck."""
-        return [self.inputs(dtype, device) for _ in range(4 if dtype == torch.float32 else 1)]
 
     def call(self, attention: Callable) -> Callable:
         return lambda **inputs: attention(**inputs, split_size=self.split_size, return_lse=True)
@@ -156,9 +148,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Tensor]] = {
     "float-3d": lambda b, h, m, n: torch.randn(h, m, 1),
     "float-keys": lambda b, h, m, n: 3 * torch.randn(b, 1, 1, n),
     "float-scalar": lambda b, h, m, n: torch.randn(1, 1),
-    "float-hides": lambda b, h, m, n: torch.randn(b, 1, m, n).masked_fill(
-        ~hides_blocks(b, 1, m, n), -torch.inf
-    ),
+    "float-hides": lambda b, h, m, n: torch.randn(b, 1, m, n).masked_fill(~hides_blocks(b, 1, m, n), -torch.inf),
 }
 
 CASES = [
@@ -207,9 +197,7 @@ CASES = [
     Case("window-beyond-all-keys", rows=20, keys=30, window=(4, 4), q_offset=100),
     Case("lengths", batch=5, keys=70, kv_lens=(0, 1, 33, 65, 70)),
     Case("lengths-causal", batch=5, heads=(4, 2), rows=40, keys=70, causal=True, kv_lens=(70, 0, 39, 41, 1)),
-    Case(
-        "lengths-window-offset", batch=3, rows=20, keys=90, window=(30, 2), q_offset=40, kv_lens=(90, 45, 30)
-    ),
+    Case("lengths-window-offset", batch=3, rows=20, keys=90, window=(30, 2), q_offset=40, kv_lens=(90, 45, 30)),
     # Masks.
     Case("mask-bool", batch=2, mask="bool"),
     Case("mask-bool-2d", batch=2, rows=130, keys=140, dim=16, mask="bool-2d"),
@@ -277,9 +265,7 @@ CASES = [
     Case("decode-scores-rising", batch=4, rows=2, keys=600, dim=16, scores="rising", split_size=256),
     Case("decode-scores-falling", batch=4, rows=2, keys=600, dim=16, scores="falling", split_size=256),
     Case("decode-scores-peak-first", batch=4, rows=1, keys=600, dim=16, scores="peak-first", split_size=256),
-    Case(
-        "decode-scores-peak-middle", batch=4, rows=1, keys=600, dim=16, scores="peak-middle", split_size=256
-    ),
+    Case("decode-scores-peak-middle", batch=4, rows=1, keys=600, dim=16, scores="peak-middle", split_size=256),
     # Layouts; test_layout.py has the rest.
     Case("layout-heads-in-rows", batch=2, heads=(4, 2), layout="heads-in-rows", causal=True),
     Case("layout-dim-not-last", batch=2, heads=(4, 2), layout="dim-not-last"),

@@ -77,9 +77,7 @@ def attention(query, key, value, attn_mask=None, *, term_by_term=False, textbook
     v = pad(per_query_head(query, value, options.get("kv_lens")), (0, 0, 0, 1))
     if textbook:
         other = scores(query.detach(), key.detach(), attn_mask, term_by_term=not term_by_term, **options)
-        return Textbook.apply(
-            s, v, torch.logsumexp(other.detach().to(torch.promote_types(s.dtype, torch.float32)), -1)
-        )
+        return Textbook.apply(s, v, torch.logsumexp(other.detach().to(torch.promote_types(s.dtype, torch.float32)), -1))
     masked = (s == -torch.inf).all(-1, keepdim=True)
     s = s.masked_fill(masked, 0)
     out = product(torch.softmax(s, -1).masked_fill(masked, 0), v, term_by_term)
@@ -87,16 +85,14 @@ def attention(query, key, value, attn_mask=None, *, term_by_term=False, textbook
 
 
 class Textbook(torch.autograd.Function):
-    """The textbook's backward, densely: P from an lse and from scores that are summed in another order than it was,
-    dS = P (dP - sum(dO O) + dlse)."""
+    """The textbook's backward, densely: P = e^(S - lse), dS = P (dP - sum(dO O) + dlse).
+
+    S and lse come from different sums, as a backward sums in another order than the forward before it.
+    """
 
     @staticmethod
     def forward(ctx, s, v, lse):
-        p = (
-            torch.exp(s.to(lse.dtype) - lse[..., None])
-            .masked_fill(lse[..., None] == -torch.inf, 0)
-            .to(s.dtype)
-        )
+        p = torch.exp(s.to(lse.dtype) - lse[..., None]).masked_fill(lse[..., None] == -torch.inf, 0).to(s.dtype)
         out = p @ v
         ctx.save_for_backward(p, v, out)
         return out, lse.clone()

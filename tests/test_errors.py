@@ -26,9 +26,7 @@ def refused(call, valid, change, name, *words):
 
 
 def table(*rows):
-    return pytest.mark.parametrize(
-        ("change", "words"), [pytest.param(c, w, id="-".join(w)) for c, *w in rows]
-    )
+    return pytest.mark.parametrize(("change", "words"), [pytest.param(c, w, id="-".join(w)) for c, *w in rows])
 
 
 VALID = {"query": rand(2, 4, 5, 8), "key": rand(2, 2, 7, 8), "value": rand(2, 2, 7, 6)}

@@ -71,9 +71,7 @@ def attend(headers: ctypes.CDLL, s: torch.Tensor, v: torch.Tensor, block: int, s
 @pytest.mark.parametrize("split", [False, True], ids=["running", "merged"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shift", [0.0, -300.0, -5e4, 1e5])
-def test_recurrence_is_the_same_as_state(
-    headers: ctypes.CDLL, dtype: torch.dtype, shift: float, split: bool
-) -> None:
+def test_recurrence_is_the_same_as_state(headers: ctypes.CDLL, dtype: torch.dtype, shift: float, split: bool) -> None:
     torch.manual_seed(0)
     scores = (shift + 30 * torch.randn(1000, dtype=torch.float64)).to(dtype)
     values = torch.randn(1000, dtype=dtype)
@@ -179,9 +177,7 @@ def test_first_and_end(headers: ctypes.CDLL, band: Rule, i: int) -> None:
 def test_first_and_end_query(headers: ctypes.CDLL, band: Rule, j0: int, keys: int) -> None:
     band = (*band[:3], 24)  # the keys of a tile are there
     j1 = min(j0 + keys, 24)
-    first, end = (
-        f(*map(ctypes.c_int64, (j, *band))) for f, j in ((headers.first_query, j0), (headers.end_query, j1))
-    )
+    first, end = (f(*map(ctypes.c_int64, (j, *band))) for f, j in ((headers.first_query, j0), (headers.end_query, j1)))
     seen = [i for i in range(70) if any(visible(i, j, band) for j in range(j0, j1))]
     assert [i for i in range(70) if first <= i < end] == seen
 

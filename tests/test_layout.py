@@ -31,9 +31,7 @@ def check_same_bits(inputs, wrt=WRT):
 
 
 @ROWS
-@pytest.mark.parametrize(
-    "tensors", [("query",), ("key",), ("value",), ("query", "key", "value")], ids="-".join
-)
+@pytest.mark.parametrize("tensors", [("query",), ("key",), ("value",), ("query", "key", "value")], ids="-".join)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(layout, tensors, rows, dtype):
     inputs = make(rows, dtype)
@@ -61,9 +59,7 @@ def test_broadcast(tensor, expanded, rows, dtype):
 def test_one_key_head_expanded_to_all_and_an_expanded_mask(keys, dtype):
     inputs = Case("", heads=(16, 1), rows=1, keys=keys, dim=128).inputs(dtype)
     inputs |= {name: inputs[name].expand(1, 16, keys, 128) for name in ("key", "value")}
-    check_same_bits(
-        inputs | {"attn_mask": torch.ones(1, 1, 1, keys, dtype=torch.bool).expand(1, 16, 1, keys)}
-    )
+    check_same_bits(inputs | {"attn_mask": torch.ones(1, 1, 1, keys, dtype=torch.bool).expand(1, 16, 1, keys)})
 
 
 @ROWS
@@ -95,9 +91,7 @@ def test_heads_split_from_a_projection(rows, dtype):
     for name in WRT:
         batch, heads, length, dim = inputs[name].shape
         inputs[name] = (
-            torch.randn(batch, length, heads * dim, dtype=dtype)
-            .view(batch, length, heads, dim)
-            .transpose(1, 2)
+            torch.randn(batch, length, heads * dim, dtype=dtype).view(batch, length, heads, dim).transpose(1, 2)
         )
     check_same_bits(inputs)
 
@@ -114,15 +108,11 @@ def test_the_output_is_contiguous_or_follows_the_query(layout, rows, dtype):
 
 def test_small_tensors_of_any_stride(dtype):
     inputs = make(4, dtype, mask="float", alibi=True, sinks=True, kv_lens=(290, 20))
-    strided = {
-        name: torch.stack([inputs[name]] * 3, -1)[..., 1] for name in ("alibi_slopes", "sinks", "kv_lens")
-    }
+    strided = {name: torch.stack([inputs[name]] * 3, -1)[..., 1] for name in ("alibi_slopes", "sinks", "kv_lens")}
     check_same_bits(inputs | strided, [*WRT, "sinks"])
     assert_same_bits(attention(**inputs), attention(**inputs | {"kv_lens": inputs["kv_lens"].int()}))
     same = torch.full((4,), 0.5, dtype=dtype)
-    assert_same_bits(
-        attention(**inputs | {"sinks": same}), attention(**inputs | {"sinks": same[:1].expand(4)})
-    )
+    assert_same_bits(attention(**inputs | {"sinks": same}), attention(**inputs | {"sinks": same[:1].expand(4)}))
 
 
 def test_sinks_and_slopes_may_be_float32(dtype):
@@ -157,13 +147,9 @@ class TestEmpty:
         out, lse = call(**inputs)
         q, v = inputs["query"], inputs["value"]
         assert out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == q.shape[:3]
-        assert out.isfinite().all() and (
-            lse.isfinite().all() if inputs["key"].shape[2] else (lse == -torch.inf).all()
-        )
+        assert out.isfinite().all() and (lse.isfinite().all() if inputs["key"].shape[2] else (lse == -torch.inf).all())
         wrt = WRT + (["attn_mask"] if mask == "float" else [])
-        for name, gradient in zip(
-            wrt, gradients(call, inputs, random_gradients(call, inputs), wrt), strict=True
-        ):
+        for name, gradient in zip(wrt, gradients(call, inputs, random_gradients(call, inputs), wrt), strict=True):
             assert gradient.shape == inputs[name].shape and gradient.isfinite().all()
             if not q.numel() and q.shape[3]:
                 assert not gradient.any()

@@ -5,8 +5,9 @@ import torch
 from torch import inf, nan
 from torch.testing import assert_close
 
+import reference
 from cases import Case
-from checks import assert_same_bits, cast, check_backward, gradients, random_gradients
+from checks import assert_same_bits, cast, check_backward, differentiable, gradients, random_gradients
 from flashsoftmax import attention
 
 ROWS = pytest.mark.parametrize("rows", [2, 40], ids=["decode", "tiled"])
@@ -26,9 +27,7 @@ def last_row_sees_nothing(rows):
 # Options under which the last row sees no key. All but the masks hide every key from every row.
 HIDING = {
     "bool-mask": lambda rows: {"attn_mask": last_row_sees_nothing(rows)},
-    "float-mask": lambda rows: {
-        "attn_mask": torch.zeros(rows, KEYS).masked_fill(~last_row_sees_nothing(rows), -inf)
-    },
+    "float-mask": lambda rows: {"attn_mask": torch.zeros(rows, KEYS).masked_fill(~last_row_sees_nothing(rows), -inf)},
     "softcap-mask": lambda rows: {"attn_mask": last_row_sees_nothing(rows), "softcap": 5.0},
     "alibi-mask": lambda rows: {"attn_mask": last_row_sees_nothing(rows), "alibi_slopes": torch.ones(2)},
     "kv-lens": lambda rows: {"kv_lens": torch.tensor([0, 0])},
@@ -55,8 +54,8 @@ def test_output_is_0_lse_minus_inf_gradients_0(hide, rows, dtype, device):
         inputs["attn_mask"] = inputs["attn_mask"].to(dtype)
     out, lse = call(**inputs)
     assert not out[:, :, -1].any() and (lse[:, :, -1] == -inf).all()
-    found = check_backward(call, inputs)
-    assert not found[0][:, :, -1].any()
+    found = gradients(call, inputs, random_gradients(call, inputs), differentiable(inputs))
+    assert all(gradient.isfinite().all() for gradient in found) and not found[0][:, :, -1].any()
     if lse.isinf().all():
         assert not any(gradient.any() for gradient in found)
 
@@ -68,8 +67,7 @@ def test_with_a_sink_lse_is_the_sink(hide, rows, dtype):
     out, lse = call(**inputs)
     assert not out[:, :, -1].any()
     assert_same_bits(lse[:, :, -1], inputs["sinks"].float().expand(2, 2))
-    sinks = check_backward(call, inputs)[-1]
-    assert sinks.isfinite().all()
+    check_backward(call, inputs, slack=4)
 
 
 def test_the_upper_left_of_a_mask():
@@ -87,12 +85,11 @@ def test_the_upper_left_of_a_mask():
 def test_an_empty_row_of_one_sequence_in_a_batch():
     allowed = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], dtype=torch.bool)
     mask = torch.stack([allowed, allowed & torch.tensor([True, True, False, False])])[:, None]
-    inputs = Case("", batch=2, heads=(1, 1), rows=4, keys=4, dim=1).inputs(torch.float32) | {
-        "attn_mask": mask
-    }
+    inputs = Case("", batch=2, heads=(1, 1), rows=4, keys=4, dim=1).inputs(torch.float32) | {"attn_mask": mask}
     grad = torch.ones(2, 1, 4, 1)
     grad[1, 0, 3] = 0
-    assert all(gradient.isfinite().all() for gradient in check_backward(call, inputs, grads=(grad, None)))
+    found = gradients(call, inputs, (grad, None), WRT)
+    assert_close(found, gradients(reference.attention, inputs, (grad, None), WRT))
 
 
 @ROWS

@@ -26,8 +26,7 @@ def states(count, shape=(2, 3, 20, 24), dtype=torch.float32, device="cpu", sprea
     """Some of them empty, with NaN for output; some rows empty in all of them."""
     outs = [torch.randn(shape).to(device, dtype) for _ in range(count)]
     lses = [
-        (spread * torch.randn(shape[:3])).to(device, torch.promote_types(dtype, torch.float32))
-        for _ in range(count)
+        (spread * torch.randn(shape[:3])).to(device, torch.promote_types(dtype, torch.float32)) for _ in range(count)
     ]
     for out, lse in zip(outs, lses, strict=True):
         hidden = torch.rand(shape[:3], device=device) < empty
@@ -59,9 +58,7 @@ def test_backward(count, dtype, device):
     outs, lses = states(count, dtype=dtype, device=device)
     grads = torch.randn_like(outs[0]), torch.randn_like(lses[0])
     found = backward(merge, outs, lses, grads)
-    exact = backward(
-        dense, [x.double() for x in outs], [x.double() for x in lses], [g.double() for g in grads]
-    )
+    exact = backward(dense, [x.double() for x in outs], [x.double() for x in lses], [g.double() for g in grads])
     naive = backward(dense, outs, lses, grads)
     for i, (actual, wanted, other) in enumerate(zip(found, exact, naive, strict=True)):
         assert_accurate(f"gradient {i}", actual, wanted, other)
@@ -150,9 +147,7 @@ def test_gradient_of_a_leading_axis():
     outs, lses = (torch.stack(x) for x in states(3, dtype=torch.float64))
     grads = torch.randn_like(outs[0]), torch.randn_like(lses[0])
     leaves = [outs.requires_grad_(), lses.requires_grad_()]
-    assert_close(
-        torch.autograd.grad(merge(*leaves), leaves, grads), torch.autograd.grad(dense(*leaves), leaves, grads)
-    )
+    assert_close(torch.autograd.grad(merge(*leaves), leaves, grads), torch.autograd.grad(dense(*leaves), leaves, grads))
 
 
 def test_varlen(dtype, device):

@@ -38,9 +38,7 @@ def test_build_info_says_what_was_built():
 
 
 def test_imports_with_no_gpu_in_sight():
-    code = (
-        "import flashsoftmax, torch; q = torch.ones(1, 1, 2, 4); print(flashsoftmax.attention(q, q, q).sum())"
-    )
+    code = "import flashsoftmax, torch; q = torch.ones(1, 1, 2, 4); print(flashsoftmax.attention(q, q, q).sum())"
     result = run(code, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr
     assert "tensor(8.)" in result.stdout

@@ -1,11 +1,11 @@
 """Keys and values in pages, found through a block table, against dense attention on what the pages hold."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
 
-import reference
 from cases import NAN, Case
 from checks import assert_same_bits, check_forward, is_real
 from flashsoftmax import attention, attention_paged
@@ -33,6 +33,10 @@ def paged(inputs, lens, page_size, *, unused=-1, spare=2):
     }
 
 
+def call(**inputs):
+    return attention_paged(**inputs, return_lse=True)
+
+
 @dataclass(frozen=True)
 class Pages:
     """A case whose kv_lens are given, and the size of its pages."""
@@ -43,6 +47,15 @@ class Pages:
     @property
     def id(self):
         return f"{self.case.id}-page-{self.page_size}"
+
+    def arguments(self, inputs, **options):
+        """The arguments of attention_paged, from those of attention."""
+        rest = {name: x for name, x in inputs.items() if name not in ("key", "value")}
+        pages = paged(inputs, self.case.kv_lens, self.page_size, **options)
+        return rest | pages | {"split_size": self.case.split_size}
+
+    def call(self, **inputs):
+        return call(**self.arguments(inputs))
 
 
 def pages(name, page_size, lens, **options):
@@ -99,23 +112,9 @@ PAGES = [
 EACH = pytest.mark.parametrize("pages", PAGES, ids=lambda pages: pages.id)
 
 
-def call(**inputs):
-    return attention_paged(**inputs, return_lse=True)
-
-
-def make(pages, dtype, device="cpu", **layout):
-    """The arguments of attention_paged, and those of attention."""
-    inputs = pages.case.inputs(dtype, device)
-    rest = {name: x for name, x in inputs.items() if name not in ("key", "value")}
-    return rest | paged(inputs, pages.case.kv_lens, pages.page_size, **layout) | {
-        "split_size": pages.case.split_size
-    }, inputs
-
-
 @EACH
 def test_forward(pages, dtype, device):
-    arguments, inputs = make(pages, dtype, device)
-    check_forward(lambda **_: call(**arguments), inputs, reference.attention)
+    check_forward(pages.call, partial(pages.case.inputs, dtype, device))
 
 
 @EACH
@@ -123,7 +122,7 @@ def test_unused_entries_of_the_table_may_be_anything(pages):
     results = []
     for unused in (-1, 0, 10**6, -(2**31)):
         torch.manual_seed(1)
-        results.append(call(**make(pages, torch.float32, unused=unused)[0]))
+        results.append(call(**pages.arguments(pages.case.inputs(torch.float32), unused=unused)))
     for result in results[1:]:
         assert_same_bits(result, results[0])
 
@@ -131,7 +130,7 @@ def test_unused_entries_of_the_table_may_be_anything(pages):
 @EACH
 def test_where_the_pages_lie_changes_no_bit(pages, dtype):
     """Page numbers, strides of the pool, type and strides of the table."""
-    arguments, _ = make(pages, dtype)
+    arguments = pages.arguments(pages.case.inputs(dtype))
     expected, table = call(**arguments), arguments["block_table"]
     order = torch.randperm(len(arguments["key_pages"]))
     inverse = torch.cat([order.argsort(), torch.tensor([-1])])
@@ -139,16 +138,9 @@ def test_where_the_pages_lie_changes_no_bit(pages, dtype):
     assert_same_bits(call(**arguments | shuffled | {"block_table": inverse[table]}), expected)
     for permutation in ((0, 2, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2), (2, 3, 1, 0)):
         inverse = torch.tensor(permutation).argsort().tolist()
-        stored = {
-            name: arguments[name].permute(permutation).contiguous().permute(inverse) for name in shuffled
-        }
+        stored = {name: arguments[name].permute(permutation).contiguous().permute(inverse) for name in shuffled}
         assert_same_bits(call(**arguments | stored), expected)
-    strided = (
-        torch.stack([table, torch.full_like(table, -7)], -1)
-        .transpose(0, 1)
-        .contiguous()
-        .transpose(0, 1)[..., 0]
-    )
+    strided = torch.stack([table, torch.full_like(table, -7)], -1).transpose(0, 1).contiguous().transpose(0, 1)[..., 0]
     for block_table in (table.int(), strided, strided.int()):
         assert_same_bits(call(**arguments | {"block_table": block_table}), expected)
     assert_same_bits(call(**arguments | {"kv_lens": arguments["kv_lens"].int()}), expected)
@@ -169,15 +161,14 @@ def test_sequences_may_share_pages(dtype):
 @pytest.mark.parametrize("split_size", [512, 2048])
 def test_every_row_is_written(split_size, dtype):
     """Two sequences, four pages of 256 each: in two splits and in one."""
-    large = pages("", 256, (1024, 1000), rows=1, heads=(4, 4), dim=64)
-    arguments, inputs = make(large, dtype)
-    check_forward(lambda **_: call(**arguments | {"split_size": split_size}), inputs, reference.attention)
+    large = pages("", 256, (1024, 1000), rows=1, heads=(4, 4), dim=64, split_size=split_size)
+    check_forward(large.call, partial(large.case.inputs, dtype))
 
 
 @pytest.mark.parametrize("rows", [3, 40], ids=["decode", "tiled"])
 def test_a_longer_table_changes_no_bit(rows, dtype):
     short = pages("", 16, (70, 33), rows=rows)
-    arguments, _ = make(short, dtype)
+    arguments = short.arguments(short.case.inputs(dtype))
     table = arguments["block_table"]
     longer = torch.cat([table, torch.full((2, 100), 10**6)], 1)
     assert_same_bits(call(**arguments | {"block_table": longer}), call(**arguments))
@@ -193,9 +184,7 @@ def test_one_page_each_is_attention(rows, dtype):
     assert_same_bits(call(**rest, key_pages=key_pages, value_pages=value_pages, block_table=table), out)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"batch": 0}, {"rows": 0}, {"keys": 0}, {"heads": (0, 0)}, {"dim": 0}], ids=str
-)
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"rows": 0}, {"keys": 0}, {"heads": (0, 0)}, {"dim": 0}], ids=str)
 def test_empty(sizes, dtype):
     case = Case("", **{"batch": 2, "heads": (4, 2), "rows": 3, "keys": 20, "dim": 16, "value_dim": 8} | sizes)
     inputs = case.inputs(dtype)
@@ -220,7 +209,7 @@ def test_no_pages_and_no_columns():
 @pytest.mark.parametrize("wrt", ["query", "key_pages", "value_pages"])
 def test_pages_are_not_differentiated_and_say_so(wrt):
     """The forward works where a gradient is asked for; the backward explains itself."""
-    arguments, _ = make(PAGES[5], torch.float32)
+    arguments = PAGES[5].arguments(PAGES[5].case.inputs(torch.float32))
     out, _ = call(**arguments)
     arguments[wrt].requires_grad_()
     found, _ = call(**arguments)
@@ -230,7 +219,7 @@ def test_pages_are_not_differentiated_and_say_so(wrt):
 
 
 def test_inputs_are_not_written(dtype):
-    arguments, _ = make(PAGES[7], dtype)
+    arguments = PAGES[7].arguments(PAGES[7].case.inputs(dtype))
     before = {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     call(**arguments)
     assert all(is_real(x) or x.dtype in (torch.int64, torch.bool) for x in before.values())

@@ -1,10 +1,11 @@
 """Hypothesis draws shapes, strides, masks and lengths; the answer is that of dense attention.
 
-In a small problem a naive computation may be exact by luck, so these checks have slack. The cases have none.
+In a small problem a naive computation may be exact by luck, so these checks have slack; the cases have none.
 """
 
 import os
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -14,9 +15,9 @@ from torch.testing import assert_close
 
 from cases import LAYOUTS, MASKS, Case
 from checks import check_backward, check_forward
-from flashsoftmax import attention, attention_paged, merge
+from flashsoftmax import attention, merge
 from test_merge import dense as dense_merge
-from test_paged import paged
+from test_paged import Pages
 from test_varlen import Sequences, dense
 from test_varlen import call as varlen
 
@@ -62,23 +63,20 @@ def cases(draw):
 @bounded
 @given(cases(), DTYPES)
 def test_forward(case, dtype):
-    check_forward(case.call(attention), case.inputs(dtype), slack=SLACK)
+    check_forward(case.call(attention), partial(case.inputs, dtype), slack=SLACK)
 
 
 @bounded
 @given(cases(), DTYPES)
 def test_backward(case, dtype):
-    check_backward(case.call(attention), case.inputs(dtype), slack=SLACK)
+    check_backward(case.call(attention), partial(case.inputs, dtype), slack=SLACK)
 
 
 @bounded
 @given(cases(), st.integers(1, 20), DTYPES)
 def test_paged(case, page_size, dtype):
-    lens = case.kv_lens or (case.keys,) * case.batch
-    inputs = replace(case, mask=None).inputs(dtype) | {"kv_lens": torch.tensor(lens)}
-    pages = paged(inputs, lens, page_size)
-    rest = {name: x for name, x in inputs.items() if name not in ("key", "value", "kv_lens")}
-    check_forward(lambda **_: case.call(attention_paged)(**rest, **pages), inputs, slack=SLACK)
+    pages = Pages(page_size, replace(case, kv_lens=case.kv_lens or (case.keys,) * case.batch, mask=None))
+    check_forward(pages.call, partial(pages.case.inputs, dtype), slack=SLACK)
 
 
 @bounded
@@ -104,9 +102,8 @@ def test_varlen(data, dtype):
         kv_lens=kv_lens,
         layout=data.draw(st.sampled_from(sorted(LAYOUTS))),
     )
-    inputs = sequences.inputs(dtype)
-    check_forward(varlen, inputs, dense, slack=SLACK)
-    check_backward(varlen, inputs, dense, slack=SLACK)
+    check_forward(varlen, partial(sequences.inputs, dtype), dense, slack=SLACK)
+    check_backward(varlen, partial(sequences.inputs, dtype), dense, slack=SLACK)
 
 
 @bounded

@@ -14,9 +14,7 @@ call = Case("", split_size=128).call(attention)
 
 def make(rows, dtype, **options):
     sizes = {"batch": 3, "heads": (6, 2), "rows": rows, "keys": 600, "dim": 24, "value_dim": 40}
-    return Case(
-        "", **sizes | {"causal": True, "softcap": 8.0, "alibi": True, "sinks": True} | options
-    ).inputs(dtype)
+    return Case("", **sizes | {"causal": True, "softcap": 8.0, "alibi": True, "sinks": True} | options).inputs(dtype)
 
 
 def everything(inputs, grads):
@@ -67,11 +65,7 @@ def test_of_the_other_heads(rows, dtype):
     together = everything(inputs, grads)
     for group in range(2):
         q, k = slice(3 * group, 3 * group + 3), slice(group, group + 1)
-        one = (
-            inputs
-            | {name: inputs[name][:, k] for name in ("key", "value")}
-            | {"query": inputs["query"][:, q]}
-        )
+        one = inputs | {name: inputs[name][:, k] for name in ("key", "value")} | {"query": inputs["query"][:, q]}
         one |= {name: inputs[name][q] for name in ("alibi_slopes", "sinks")}
         alone = everything(one, [g[:, q] for g in grads])
         heads = [q, q, q, k, k]
@@ -93,8 +87,7 @@ def test_of_the_padding_of_the_cache(rows, dtype):
     grads = random_gradients(call, inputs)
     before = everything(inputs, grads)
     padded = inputs | {
-        name: torch.nn.functional.pad(inputs[name], (0, 0, 0, 500), value=torch.nan)
-        for name in ("key", "value")
+        name: torch.nn.functional.pad(inputs[name], (0, 0, 0, 500), value=torch.nan) for name in ("key", "value")
     }
     after = everything(padded, grads)
     for i in (3, 4):

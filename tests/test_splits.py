@@ -1,5 +1,7 @@
 """Keys in splits: partial states and their merge give what one pass over all keys gives."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import inf, nan
@@ -17,27 +19,27 @@ ROWS = pytest.mark.parametrize("rows", [1, 2, 16, 17, 40])
 def test_any_split_size(split_size, rows, dtype, device):
     sizes = {"batch": 2, "heads": (6, 2), "rows": rows, "keys": 700, "dim": 24, "kv_lens": (700, 300)}
     case = Case("", **sizes, causal=True, sinks=True, split_size=split_size)
-    check_forward(case.call(attention), case.inputs(dtype, device))
+    check_forward(case.call(attention), partial(case.inputs, dtype, device))
 
 
 @pytest.mark.parametrize("split_size", [1, 128, 350])
 def test_backward(split_size, dtype):
     sizes = {"batch": 2, "heads": (4, 2), "rows": 2, "keys": 700, "dim": 24, "kv_lens": (700, 300)}
     case = Case("", **sizes, sinks=True, split_size=split_size)
-    check_backward(case.call(attention), case.inputs(dtype))
+    check_backward(case.call(attention), partial(case.inputs, dtype))
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 255, 256, 257, 511, 512, 513, 600])
 @pytest.mark.parametrize("rows", [2, 20])
 def test_lengths_at_the_bounds_of_splits(rows, length, dtype):
     case = Case("", rows=rows, keys=600, dim=16, kv_lens=(length,), split_size=128)
-    check_forward(case.call(attention), case.inputs(dtype))
+    check_forward(case.call(attention), partial(case.inputs, dtype))
 
 
 @pytest.mark.parametrize("keys", [1023, 1024, 1025, 2049, 5000])
 def test_default_split_size(keys, dtype):
     case = Case("", rows=1, keys=keys, dim=16)
-    check_forward(case.call(attention), case.inputs(dtype))
+    check_forward(case.call(attention), partial(case.inputs, dtype))
 
 
 @pytest.mark.parametrize("keys", [100, 3000])
@@ -47,7 +49,8 @@ def test_most_splits_are_empty(keys, dtype):
     inputs = case.inputs(dtype)
     dirty = [torch.full((n,), nan) for n in range(16, 4096, 16)]
     del dirty
-    out, _ = check_forward(case.call(attention), inputs)
+    out, _ = case.call(attention)(**inputs)
+    check_forward(case.call(attention), inputs)
     eps = torch.finfo(dtype).eps
     assert_close(out, attention(**inputs, split_size=keys), rtol=2 * eps, atol=eps)
 
@@ -72,10 +75,15 @@ def test_a_sink_counts_once():
 @pytest.mark.parametrize("at", [0, 17, 127, 128, 255, 256, 300, 511, 512, 639])
 def test_the_largest_score_anywhere(at, rows, dtype):
     """Where an accumulator is not rescaled with its sum, one of these is wrong."""
-    inputs = Case("", rows=rows, keys=640, dim=24).inputs(dtype)
-    inputs["query"][..., 0], inputs["key"][..., 0] = 5, 0
-    inputs["key"][:, :, at, 0] = 8
-    check_forward(lambda **inputs: attention(**inputs, split_size=128, return_lse=True), inputs)
+    case = Case("", rows=rows, keys=640, dim=24, split_size=128)
+
+    def inputs():
+        inputs = case.inputs(dtype)
+        inputs["query"][..., 0], inputs["key"][..., 0] = 5, 0
+        inputs["key"][:, :, at, 0] = 8
+        return inputs
+
+    check_forward(case.call(attention), inputs)
 
 
 @ROWS
@@ -91,9 +99,8 @@ def test_parts_made_by_hand_merge_to_the_whole(rows, dtype):
             states.append(attention(*part, causal=causal, **options, return_lse=True))
         return merge(*zip(*states, strict=True))
 
-    inputs = case.inputs(torch.float32)
-    check_forward(in_parts, inputs)
-    check_backward(in_parts, inputs)
+    check_forward(in_parts, partial(case.inputs, torch.float32))
+    check_backward(in_parts, partial(case.inputs, torch.float32))
     half, eps = case.inputs(dtype), torch.finfo(dtype).eps
     assert_close(in_parts(**half)[0], attention(**half), rtol=4 * eps, atol=2 * eps)
 

@@ -1,6 +1,7 @@
 """Sequences of different lengths, one after another in one tensor, against dense attention on each."""
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -49,9 +50,7 @@ class Sequences:
             for end, whole, used in zip(tensors["cu_seqlens_k"][1:], self.lens_k, self.kv_lens, strict=True):
                 for name in ("key", "value"):
                     tensors[name][:, :, end - whole + used : end] = NAN
-        tensors = {
-            name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()
-        }
+        tensors = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()}
         tensors |= {name: layout(tensors[name]).squeeze(0).transpose(0, 1) for name in WRT}
         lengths = {"max_seqlen_q": max(self.lens_q, default=0), "max_seqlen_k": max(self.lens_k, default=0)}
         return tensors | lengths | dict(self.options)
@@ -108,9 +107,7 @@ SEQUENCES = [
         sinks=True,
         options=options(causal=True, softcap=2.0, scale=0.4),
     ),
-    Sequences(
-        "lengths", (50, 3, 2, 4), (50, 40, 30, 4), options=options(causal=True), kv_lens=(33, 40, 0, 3)
-    ),
+    Sequences("lengths", (50, 3, 2, 4), (50, 40, 30, 4), options=options(causal=True), kv_lens=(33, 40, 0, 3)),
     Sequences("lengths-1-and-3", (3, 3), (3, 3), dim=64, kv_lens=(1, 3)),
     Sequences(
         "one-of-qkv",
@@ -141,12 +138,12 @@ EACH = pytest.mark.parametrize("sequences", SEQUENCES, ids=lambda sequences: seq
 
 @EACH
 def test_forward(sequences, dtype, device):
-    check_forward(call, sequences.inputs(dtype, device), dense)
+    check_forward(call, partial(sequences.inputs, dtype, device), dense)
 
 
 @EACH
 def test_backward(sequences, dtype, device):
-    check_backward(call, sequences.inputs(dtype, device), dense)
+    check_backward(call, partial(sequences.inputs, dtype, device), dense)
 
 
 @pytest.mark.parametrize("lens", [(), (0,), (0, 0)], ids=str)

@@ -1,8 +1,8 @@
 // Backward from the log-sum-exp. With P = e^(S - lse) and delta = rowsum(dO * O) - dlse:
 //     dV = P^T dO,    dS = P * (dO V^T - delta),    dQ = scale dS K,    dK = scale dS^T Q.
-// A task owns a tile of keys and goes through the queries that see it, so dK and dV are its own. Each tile of dQ takes its
-// addends in the order of the key tiles: a task waits until the one before has passed, whoever runs it. Hence the same bits
-// for any number of threads.
+// A task owns a tile of keys and goes through the queries that see it, so dK and dV are its own. Each tile of dQ takes
+// its addends in the order of the key tiles: a task waits until the one before has passed, whoever runs it. Hence the
+// same bits for any number of threads. Tasks are taken in order, so whoever is waited for has started.
 #pragma once
 
 #include <atomic>
@@ -25,9 +25,9 @@ template <class T> class Backward {
 
   // A tile of a tensor, as the products need it.
   struct Tile {
-    E* rows;    // [tile][depth], for products along head_dim
-    E* columns; // [depth][tile], the same transposed
-    E* across;  // [tile / kDepth][width], for products across the rows
+    E* rows;     // [tile][depth], for products along head_dim
+    E* columns;  // [depth][tile], the same transposed
+    E* across;   // [tile / kDepth][width], for products across the rows
   };
   struct Workspace {
     Tile q, grad_o, k, v;
@@ -37,10 +37,12 @@ template <class T> class Backward {
     A *grad_k, *grad_v;         // [tile_keys][width], [tile_keys][width_v]
     A *lse, *delta, *mask;      // [tile_queries], [tile_queries]
   };
-  // Of the whole call.
+  // Of the whole call. The kv heads that are under way take the slots in turn.
   struct Shared {
-    A *delta, *grad_q;                // [batch, heads_q, rows_q], [batch, heads_q, rows_q, width]
-    std::atomic<int64_t>* progress;   // [kv heads][key_tiles], the item that a task is at
+    A* delta;                        // [batch, heads_q, rows_q]
+    A* grad_q;                       // [slots][query heads of a kv head][seqlen_q][width]
+    std::atomic<int64_t>* turn;      // [slots], how many kv heads have left the slot
+    std::atomic<int64_t>* progress;  // [kv heads][key_tiles], how many items a task has done
   };
   struct Row {
     int64_t b, h, i;
@@ -48,13 +50,16 @@ template <class T> class Backward {
 
   const AttentionGradParams& grad;
   const AttentionParams& p = grad.forward;
-  const int64_t depth = round_up(ceil_div(p.head_dim, kDepth<E>), 16), depth_v = round_up(ceil_div(p.head_dim_v, kDepth<E>), 16);
+  const int64_t depth = round_up(ceil_div(p.head_dim, kDepth<E>), 16),
+                depth_v = round_up(ceil_div(p.head_dim_v, kDepth<E>), 16);
   const int64_t width = round_up(p.head_dim, group), width_v = round_up(p.head_dim_v, group);
   const int64_t batch = p.cu_seqlens_q ? 1 : p.sequences;
   const int64_t rows = batch * p.heads_q * p.rows_q;
-  const int64_t key_tiles = ceil_div(p.seqlen_k, tile_keys);
-  const int64_t query_tiles = ceil_div(min(p.seqlen_q, p.rows_q), tile_queries);
-  const int64_t tasks = p.sequences * p.heads_kv * key_tiles;
+  const int64_t seqlen_q = min(p.seqlen_q, p.rows_q);
+  const int64_t query_tiles = ceil_div(seqlen_q, tile_queries);
+  const int64_t key_tiles = max<int64_t>(1, ceil_div(p.seqlen_k, tile_keys));
+  const int64_t kv_heads = p.sequences * p.heads_kv;
+  const int64_t tasks = kv_heads * key_tiles;
   const bool plain = plain_scores(p);
 
   Workspace take_workspace(Arena& arena) const {
@@ -75,8 +80,10 @@ template <class T> class Backward {
     w.mask = arena.take<A>(p.mask.data ? 2 * tile_keys * group : 0);
     return w;
   }
-  Shared take_shared(Arena& arena) const {
-    return {arena.take<A>(rows), arena.take<A>(rows * width), arena.take<std::atomic<int64_t>>(tasks)};
+  int64_t slots(int64_t workers) const { return min(workers + 1, kv_heads); }
+  Shared take_shared(Arena& arena, int64_t slots) const {
+    return {arena.take<A>(rows), arena.take<A>(slots * p.group() * seqlen_q * width),
+            arena.take<std::atomic<int64_t>>(slots), arena.take<std::atomic<int64_t>>(tasks)};
   }
   int64_t workspace_bytes() const {
     Arena arena(nullptr);
@@ -89,8 +96,7 @@ template <class T> class Backward {
     return {bh / p.heads_q, bh % p.heads_q, r % p.rows_q};
   }
 
-  // delta of a row, and its dQ cleared
-  void prepare(int64_t r, const Workspace& w, const Shared& shared) const {
+  void find_delta(int64_t r, const Workspace& w, const Shared& shared) const {
     Row at_row = row(r);
     A delta = 0;
     if (grad.grad_out.data) {
@@ -103,7 +109,6 @@ template <class T> class Backward {
     }
     if (grad.grad_lse.data) delta -= *at<A>(grad.grad_lse, at_row.b, at_row.h, at_row.i);
     shared.delta[r] = from_lse(*at<A>(p.lse, at_row.b, at_row.h, at_row.i)).l == A(0) ? A(0) : delta;
-    std::memset(static_cast<void*>(shared.grad_q + r * width), 0, width * sizeof(A));
   }
 
   Rows<Element> elements(const E* rows, int64_t depth) const {
@@ -111,7 +116,8 @@ template <class T> class Backward {
   }
 
   // Queries [i, i + n) of a head. An empty row takes no part, whatever it and its gradient hold.
-  void pack_queries(const Sequence& s, int64_t h, int64_t i, int64_t n, const Workspace& w, const Shared& shared) const {
+  void pack_queries(const Sequence& s, int64_t h, int64_t i, int64_t n, const Workspace& w,
+                    const Shared& shared) const {
     pack(query_rows<T>(p.query, s, h), i, n, tile_queries, p.head_dim, depth, w.q.rows);
     if (grad.grad_out.data)
       pack(query_rows<T>(grad.grad_out, s, h), i, n, tile_queries, p.head_dim_v, depth_v, w.grad_o.rows);
@@ -165,7 +171,39 @@ template <class T> class Backward {
     });
   }
 
-  void run_tile(int64_t task, const Workspace& w, const Shared& shared) const {
+  static void wait_for(const std::atomic<int64_t>& count, int64_t wanted) {
+    while (count.load(std::memory_order_acquire) < wanted) std::this_thread::yield();
+  }
+
+  void run_task(int64_t task, const Workspace& w, const Shared& shared, int64_t slots) const {
+    const int64_t tile = task % key_tiles, head = task / key_tiles;
+    const int64_t slot_size = p.group() * seqlen_q * width;
+    A* grad_q = shared.grad_q + head % slots * slot_size;
+    std::atomic<int64_t>& turn = shared.turn[head % slots];
+    if (tile == 0) {
+      wait_for(turn, head / slots);
+      std::memset(static_cast<void*>(grad_q), 0, slot_size * sizeof(A));
+    }
+    run_tile(task, w, shared, grad_q);
+    if (tile > 0) wait_for(shared.progress[task - 1], INT64_MAX);
+    if (tile == key_tiles - 1) {
+      store_grad_q(head, grad_q);
+      turn.store(head / slots + 1, std::memory_order_release);
+    }
+    shared.progress[task].store(INT64_MAX, std::memory_order_release);
+  }
+
+  void store_grad_q(int64_t head, const A* grad_q) const {
+    Sequence s = sequence(p, head / p.heads_kv);
+    for (int64_t g = 0; g < p.group(); g++)
+      for (int64_t i = 0; i < s.q_len; i++) {
+        int64_t h = head % p.heads_kv * p.group() + g;
+        narrow(grad_q + (g * seqlen_q + i) * width, A(p.scale), p.head_dim,
+               at<T>(grad.grad_query, s.q_batch, h, s.q_row + i), grad.grad_query.dim);
+      }
+  }
+
+  void run_tile(int64_t task, const Workspace& w, const Shared& shared, A* grad_q) const {
     int64_t tile = task % key_tiles, kv_head = task / key_tiles % p.heads_kv, b = task / key_tiles / p.heads_kv;
     Sequence s = sequence(p, b);
     int64_t j0 = tile * tile_keys, n = min(tile_keys, s.band.kv_len - j0);
@@ -196,7 +234,8 @@ template <class T> class Backward {
         for (int64_t column = 0; column < queries; column += group) {
           int64_t first = i + column, count = min(group, queries - column);
           GroupScores<A, Block::cols> score(p, s, b, h, first, count, j0, n, w.mask);
-          if (plain && count == group && s.band.verdict(first, first + count, j0 + range.begin, j0 + range.end) == Verdict::full)
+          if (plain && count == group &&
+              s.band.verdict(first, first + count, j0 + range.begin, j0 + range.end) == Verdict::full)
             weigh<false>(score, column, range, w);
           else
             weigh<true>(score, column, range, w);
@@ -205,25 +244,25 @@ template <class T> class Backward {
 
         // dV += P^T dO, dK += dS^T Q
         const int64_t p_row = tile_queries / kDepth<E>, p_depth = ceil_div(queries, kDepth<E>);
-        add_product(Operand<E>{w.p + range.begin * p_row, p_row, 1}, w.grad_o.across, width_v, range.count(), p.head_dim_v, p_depth,
-                    w.grad_v + range.begin * width_v);
-        add_product(Operand<E>{w.ds + range.begin * p_row, p_row, 1}, w.q.across, width, range.count(), p.head_dim, p_depth,
-                    w.grad_k + range.begin * width);
+        add_product(Operand<E>{w.p + range.begin * p_row, p_row, 1}, w.grad_o.across, width_v, range.count(),
+                    p.head_dim_v, p_depth, w.grad_v + range.begin * width_v);
+        add_product(Operand<E>{w.ds + range.begin * p_row, p_row, 1}, w.q.across, width, range.count(), p.head_dim,
+                    p_depth, w.grad_k + range.begin * width);
 
         // dQ += dS K, when the tile of keys before has passed
         int64_t item = g * query_tiles + t;
-        if (tile > 0)
-          while (shared.progress[task - 1].load(std::memory_order_acquire) <= item) std::this_thread::yield();
-        A* grad_q = shared.grad_q + ((s.q_batch * p.heads_q + h) * p.rows_q + s.q_row + i) * width;
+        if (tile > 0) wait_for(shared.progress[task - 1], item + 1);
         const E* ds_across = (kDepth<E> == 1 ? w.ds : w.ds_across) + range.begin / kDepth<E> * tile_queries;
-        add_product(Operand<E>{ds_across, 1, tile_queries}, w.k.across + range.begin / kDepth<E> * width, width, queries, p.head_dim,
-                    ceil_div(range.count(), kDepth<E>), grad_q);
+        add_product(Operand<E>{ds_across, 1, tile_queries}, w.k.across + range.begin / kDepth<E> * width, width,
+                    queries, p.head_dim, ceil_div(range.count(), kDepth<E>), grad_q + (g * seqlen_q + i) * width);
         shared.progress[task].store(item + 1, std::memory_order_release);
       }
 
     for (int64_t j = 0; j < n; j++) {
-      narrow(w.grad_k + j * width, A(p.scale), p.head_dim, at<T>(grad.grad_key, s.k_batch, kv_head, s.k_row + j0 + j), grad.grad_key.dim);
-      narrow(w.grad_v + j * width_v, A(1), p.head_dim_v, at<T>(grad.grad_value, s.k_batch, kv_head, s.k_row + j0 + j), grad.grad_value.dim);
+      narrow(w.grad_k + j * width, A(p.scale), p.head_dim, at<T>(grad.grad_key, s.k_batch, kv_head, s.k_row + j0 + j),
+             grad.grad_key.dim);
+      narrow(w.grad_v + j * width_v, A(1), p.head_dim_v, at<T>(grad.grad_value, s.k_batch, kv_head, s.k_row + j0 + j),
+             grad.grad_value.dim);
     }
   }
 
@@ -234,7 +273,8 @@ template <class T> class Backward {
     for (int64_t q = 0; q < queries; q++) {
       A s[tile_keys + V::lanes];
       for (int64_t j = keys.begin; j < keys.end; j += V::lanes)
-        dots<1>(k_rows + j, keys.end - j, reinterpret_cast<const A*>(w.q.rows) + q * depth, depth, p.head_dim, s + j, tile_keys);
+        dots<1>(k_rows + j, keys.end - j, reinterpret_cast<const A*>(w.q.rows) + q * depth, depth, p.head_dim, s + j,
+                tile_keys);
       for (int64_t j = keys.begin; j < keys.end; j++) w.s[j * tile_queries + q] = s[j];
     }
     for (int64_t j = keys.begin; j < keys.end; j++)
@@ -243,20 +283,22 @@ template <class T> class Backward {
 
   // to[keys][tile_queries] = the rows of a tile of keys or values, times columns
   HOT static void set_product(const E* rows, int64_t row, const E* columns, KeyRange keys, int64_t depth, A* to) {
-    multiply<Block>(Operand<E>{rows + keys.begin * row, row, 1}, columns, tile_queries, keys.count(), tile_queries, depth,
-                    [&](int64_t j, int64_t col, auto c, V sums) {
+    multiply<Block>(Operand<E>{rows + keys.begin * row, row, 1}, columns, tile_queries, keys.count(), tile_queries,
+                    depth, [&](int64_t j, int64_t col, auto c, V sums) {
                       sums.store(to + (keys.begin + j) * tile_queries + col + c * V::lanes);
                     });
   }
   // to[rows][width] += a b
-  HOT static void add_product(Operand<E> a, const E* b, int64_t width, int64_t rows, int64_t cols, int64_t depth, A* to) {
+  HOT static void add_product(Operand<E> a, const E* b, int64_t width, int64_t rows, int64_t cols, int64_t depth,
+                              A* to) {
     multiply<Block>(a, b, width, rows, cols, depth, [&](int64_t row, int64_t col, auto c, V sums) {
       A* at_row = to + row * width + col + c * V::lanes;
       if (row < rows) (V::load(at_row) + sums).store(at_row);
     });
   }
 
-  void store_grad_mask(int64_t b, int64_t h, int64_t i, int64_t queries, int64_t j0, KeyRange keys, const Workspace& w) const {
+  void store_grad_mask(int64_t b, int64_t h, int64_t i, int64_t queries, int64_t j0, KeyRange keys,
+                       const Workspace& w) const {
     for (int64_t q = 0; q < queries; q++)
       for (int64_t j = keys.begin; j < keys.end; j++)
         at<A>(grad.grad_mask, b, h, i + q)[(j0 + j) * grad.grad_mask.dim] = w.grad_bias[j * tile_queries + q];
@@ -276,34 +318,26 @@ template <class T> class Backward {
 
   int64_t scratch_bytes(int64_t workers) const {
     Arena arena(nullptr);
-    take_shared(arena);
+    take_shared(arena, slots(workers));
     return arena.used(nullptr) + workers * workspace_bytes();
   }
 
   void run(char* scratch, const Runner& runner) const {
+    const int64_t slots = this->slots(runner.workers);
     Arena arena(scratch + runner.workers * workspace_bytes());
-    Shared shared = take_shared(arena);
+    Shared shared = take_shared(arena, slots);
+    for (int64_t slot = 0; slot < slots; slot++) new (shared.turn + slot) std::atomic<int64_t>(0);
     for (int64_t task = 0; task < tasks; task++) new (shared.progress + task) std::atomic<int64_t>(0);
     auto workspace = [&](int64_t worker) {
       Arena arena(scratch + worker * workspace_bytes());
       return take_workspace(arena);
     };
     constexpr int64_t chunk = 64;  // rows a task
-    auto each_row = [&](auto f) {
-      runner.run(ceil_div(rows, chunk), [&](int64_t worker, int64_t index) {
-        Workspace w = workspace(worker);
-        for (int64_t r = index * chunk; r < min(rows, (index + 1) * chunk); r++) f(r, w);
-      });
-    };
-    each_row([&](int64_t r, const Workspace& w) { prepare(r, w, shared); });
-    runner.run(tasks, [&](int64_t worker, int64_t task) {
-      run_tile(task, workspace(worker), shared);
-      shared.progress[task].store(INT64_MAX, std::memory_order_release);
+    runner.run(ceil_div(rows, chunk), [&](int64_t worker, int64_t index) {
+      Workspace w = workspace(worker);
+      for (int64_t r = index * chunk; r < min(rows, (index + 1) * chunk); r++) find_delta(r, w, shared);
     });
-    each_row([&](int64_t r, const Workspace&) {
-      Row at_row = row(r);
-      narrow(shared.grad_q + r * width, A(p.scale), p.head_dim, at<T>(grad.grad_query, at_row.b, at_row.h, at_row.i), grad.grad_query.dim);
-    });
+    runner.run(tasks, [&](int64_t worker, int64_t task) { run_task(task, workspace(worker), shared, slots); });
     if (grad.grad_sinks) runner.run(p.heads_q, [&](int64_t, int64_t h) { sum_grad_sink(h, shared); });
   }
 };

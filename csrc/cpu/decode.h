@@ -19,11 +19,11 @@ template <class T> class Decode {
     A *m, *l, *acc;
   };
   struct Workspace {
-    A* q;     // [rows][dim]
-    A* s;     // [rows][tile_keys], scores and then weights
-    A* bias;  // [tile_keys]
-    T* k;     // [tile_keys][dim], only where rows are not contiguous in memory
-    T* v;     // [tile_keys][dim_v]
+    A* q;                        // [rows][dim]
+    A* s;                        // [rows][tile_keys], scores and then weights
+    A* bias;                     // [tile_keys]
+    T* k;                        // [tile_keys][dim], only where rows are not contiguous in memory
+    T* v;                        // [tile_keys][dim_v]
     const T **k_rows, **v_rows;  // [tile_keys]
     RowStates states, total;
   };
@@ -40,7 +40,9 @@ template <class T> class Decode {
   const int64_t heads = p.sequences * p.heads_kv;
   const bool plain = plain_scores(p);
 
-  RowStates take_states(Arena& arena) const { return {arena.take<A>(rows), arena.take<A>(rows), arena.take<A>(rows * dim_v)}; }
+  RowStates take_states(Arena& arena) const {
+    return {arena.take<A>(rows), arena.take<A>(rows), arena.take<A>(rows * dim_v)};
+  }
   Workspace take_workspace(Arena& arena) const {
     Workspace w;
     w.q = arena.take<A>(rows * dim);
@@ -78,7 +80,8 @@ template <class T> class Decode {
   }
 
   // Pointers to rows [j0, j0 + n), which are copied together first where their elements lie apart.
-  static void gather(const Rows<T>& from, int64_t j0, int64_t n, int64_t dims, int64_t width, T* copy, const T** pointers) {
+  static void gather(const Rows<T>& from, int64_t j0, int64_t n, int64_t dims, int64_t width, T* copy,
+                     const T** pointers) {
     for (int64_t j = 0; j < n; j++) {
       pointers[j] = from[j0 + j];
       if (from.dim == 1) continue;
@@ -96,7 +99,8 @@ template <class T> class Decode {
 
     for (int64_t r = 0; r < rows; r++) {
       int64_t i = r % p.seqlen_q;
-      if (i < t.sequence.q_len) pack(query_rows<T>(p.query, t.sequence, query_head(t, r)), i, 1, 1, p.head_dim, dim, w.q + r * dim);
+      if (i < t.sequence.q_len)
+        pack(query_rows<T>(p.query, t.sequence, query_head(t, r)), i, 1, 1, p.head_dim, dim, w.q + r * dim);
     }
     Rows<T> keys = key_rows<T>(p, p.key, t.sequence, t.b, t.kv_head);
     Rows<T> values = key_rows<T>(p, p.value, t.sequence, t.b, t.kv_head);
@@ -129,7 +133,8 @@ template <class T> class Decode {
     int64_t padded = round_up(n, V::lanes);
     if (i >= t.sequence.q_len) return std::fill(s, s + padded, A(0));
     Score<A> rule = score_of_head<A>(p, h);
-    const V first(min(t.sequence.band.first(i) - j0, tile_keys)), end(max<int64_t>(min(t.sequence.band.end(i) - j0, n), 0));
+    const V first(min(t.sequence.band.first(i) - j0, tile_keys)),
+        end(max<int64_t>(min(t.sequence.band.end(i) - j0, n), 0));
     const V distance(A(i + t.sequence.band.q_offset - j0));
     if (p.mask.data) pack_mask(p, t.b, h, i, 1, j0, n, padded, w.bias);
 
@@ -168,10 +173,12 @@ template <class T> class Decode {
   }
 
   // acc[r] += sum over j in [begin, end) of p[r][j] v[j] for row r and the next count - 1
-  template <int count> HOT void accumulate(const Workspace& w, int64_t r, int64_t begin, int64_t end, RowStates states) const {
+  template <int count> HOT void accumulate(const Workspace& w, int64_t r, int64_t begin, int64_t end,
+                                           RowStates states) const {
     auto columns = [&](int64_t d, auto cols, auto load_v) {
       V sums[count * cols];
-      unroll<count * cols>([&](auto i) { sums[i] = V::load(states.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
+      unroll<count * cols>(
+          [&](auto i) { sums[i] = V::load(states.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
       for (int64_t j = begin; j < end; j++) {
         V v_reg[cols];
         unroll<cols>([&](auto c) { v_reg[c] = load_v(w.v_rows[j] + d + c * V::lanes); });
@@ -180,7 +187,8 @@ template <class T> class Decode {
           unroll<cols>([&](auto c) { sums[row * cols + c] = sums[row * cols + c] + p_reg * v_reg[c]; });
         });
       }
-      unroll<count * cols>([&](auto i) { sums[i].store(states.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
+      unroll<count * cols>(
+          [&](auto i) { sums[i].store(states.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
     };
     auto whole = [](const T* x) { return load(x); };
     int64_t d = 0;
@@ -210,7 +218,8 @@ template <class T> class Decode {
       A factor(1);
       if (p.sinks.data) factor = merge(state, State<A>{p.sinks.at<A>(h), A(1)}).into;
       int64_t row = t.sequence.q_row + i;
-      narrow(states.acc + r * dim_v, factor * inverse_sum(state), p.head_dim_v, at<T>(p.out, t.sequence.q_batch, h, row), p.out.dim);
+      narrow(states.acc + r * dim_v, factor * inverse_sum(state), p.head_dim_v,
+             at<T>(p.out, t.sequence.q_batch, h, row), p.out.dim);
       *at<A>(p.lse, t.sequence.q_batch, h, row) = lse(state);
     }
   }

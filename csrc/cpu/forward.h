@@ -12,9 +12,9 @@ template <class T> class Forward {
   using V = Vec<A>;
   using Block = QueryBlock<E>;
 
-  static constexpr int64_t group = Block::cols * V::lanes;    // queries that share a pass of the micro-kernel
+  static constexpr int64_t group = Block::cols * V::lanes;  // queries that share a pass of the micro-kernel
   static constexpr int64_t groups = ceil_div(128, group);
-  static constexpr int64_t tile_queries = groups * group;     // queries that share a tile of keys and values
+  static constexpr int64_t tile_queries = groups * group;  // queries that share a tile of keys and values
 
   // The states of a tile's rows: m, l [tile_queries], acc [groups][dim_v][group].
   struct RowStates {
@@ -97,7 +97,8 @@ template <class T> class Forward {
 
     // Q^T
     pack(query_rows<T>(p.query, t.sequence, t.h), t.i0, t.queries, tile_queries, p.head_dim, dim, w.q_rows);
-    for (int64_t g = 0; g < groups; g++) transpose(w.q_rows + g * group * dim, dim, group, dim, w.q + g * group * dim, group);
+    for (int64_t g = 0; g < groups; g++)
+      transpose(w.q_rows + g * group * dim, dim, group, dim, w.q + g * group * dim, group);
 
     Rows<T> keys = key_rows<T>(p, p.key, t.sequence, t.b, t.h / p.group());
     Rows<T> values = key_rows<T>(p, p.value, t.sequence, t.b, t.h / p.group());
@@ -117,7 +118,8 @@ template <class T> class Forward {
           step(w, q, range, rows, [&](int64_t, auto, V dot) { return dot * scale; });
         } else {
           GroupScores<A, Block::cols> score(p, t.sequence, t.b, t.h, i, queries, j0, n, w.mask);
-          step(w, q, range, rows, [&](int64_t j, auto c, V dot) { return score(range.begin + j, c, score.capped(dot)); });
+          step(w, q, range, rows,
+               [&](int64_t j, auto c, V dot) { return score(range.begin + j, c, score.capped(dot)); });
         }
       }
     }
@@ -130,11 +132,12 @@ template <class T> class Forward {
     const int64_t n = keys.count();
     V tile_max[Block::cols], alpha[Block::cols];
     unroll<Block::cols>([&](auto c) { tile_max[c] = V(kHidden); });
-    multiply<Block>(Operand<E>{w.k + keys.begin * dim, dim, 1}, q, group, n, group, depth, [&](int64_t j, int64_t, auto c, V dot) {
-      V score = score_of(j, c, dot);
-      tile_max[c] = max(tile_max[c], score);
-      score.store(w.s + j * group + c * V::lanes);
-    });
+    multiply<Block>(Operand<E>{w.k + keys.begin * dim, dim, 1}, q, group, n, group, depth,
+                    [&](int64_t j, int64_t, auto c, V dot) {
+                      V score = score_of(j, c, dot);
+                      tile_max[c] = max(tile_max[c], score);
+                      score.store(w.s + j * group + c * V::lanes);
+                    });
 
     // P^T and its sums, in the place of the scores
     E* weights = reinterpret_cast<E*>(w.s);
@@ -197,8 +200,8 @@ template <class T> class Forward {
     for (int64_t g = 0; g * group < t.queries; g++)
       transpose(states.acc + g * group * dim_v, group, dim_v, group, w.o_rows + g * group * dim_v, dim_v);
     for (int64_t i = 0; i < t.queries; i++)
-      narrow(w.o_rows + i * dim_v, A(1), p.head_dim_v, at<T>(p.out, t.sequence.q_batch, t.h, t.sequence.q_row + t.i0 + i),
-             p.out.dim);
+      narrow(w.o_rows + i * dim_v, A(1), p.head_dim_v,
+             at<T>(p.out, t.sequence.q_batch, t.h, t.sequence.q_row + t.i0 + i), p.out.dim);
   }
 
  public:
@@ -221,7 +224,8 @@ template <class T> class Forward {
     if (parallel)
       runner.run(tasks * splits, [&](int64_t worker, int64_t index) {
         Tile t = tile(index / splits);
-        if (t.queries > 0) run_split(t, index % splits, workspace(worker), split_states(index / splits, index % splits));
+        if (t.queries > 0)
+          run_split(t, index % splits, workspace(worker), split_states(index / splits, index % splits));
       });
     runner.run(tasks, [&](int64_t worker, int64_t task) {
       Tile t = tile(task);

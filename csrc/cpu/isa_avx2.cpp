@@ -9,7 +9,9 @@
 #define FLASHSOFTMAX_TILE_COLS 2
 
 namespace flashsoftmax::avx2 {
-static bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+static bool supported() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
 }  // namespace flashsoftmax::avx2
 
 #include "kernels.inc"

@@ -47,8 +47,8 @@ template <class A, int cols> class GroupScores {
 
  public:
   // mask_scratch holds 2 * group * kTileKeys elements; only used where there is a mask.
-  GroupScores(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h, int64_t i0, int64_t queries, int64_t j0,
-              int64_t keys, A* mask_scratch)
+  GroupScores(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h, int64_t i0, int64_t queries,
+              int64_t j0, int64_t keys, A* mask_scratch)
       : rule_(score_of_head<A>(p, h)) {
     A first[group], end[group];
     for (int64_t q = 0; q < group; q++) {
@@ -84,8 +84,8 @@ template <class A, int cols> class GroupScores {
  private:
   Score<A> rule_;
   V first_[cols], end_[cols];  // visible keys, relative to j0
-  V distance_[cols];            // i + q_offset - j0
-  const A* bias_ = nullptr;      // [keys][group]
+  V distance_[cols];           // i + q_offset - j0
+  const A* bias_ = nullptr;    // [keys][group]
 };
 
 }  // namespace flashsoftmax::FLASHSOFTMAX_ISA

@@ -42,7 +42,8 @@ template <class T> INLINE T* at(const Tensor4& x, int64_t b, int64_t h, int64_t 
 template <class T> INLINE Rows<T> query_rows(const Tensor4& x, const Sequence& s, int64_t h) {
   return {at<T>(x, s.q_batch, h, s.q_row), x.row, x.dim};
 }
-template <class T> INLINE Rows<T> key_rows(const AttentionParams& p, const Tensor4& x, const Sequence& s, int64_t b, int64_t h) {
+template <class T> INLINE Rows<T> key_rows(const AttentionParams& p, const Tensor4& x, const Sequence& s, int64_t b,
+                                           int64_t h) {
   if (p.block_table)
     return {at<T>(x, 0, h, 0), x.row, x.dim, p.block_table.advanced(b * p.block_table_row), p.page_size, x.batch};
   return {at<T>(x, s.k_batch, h, s.k_row), x.row, x.dim};
@@ -70,7 +71,8 @@ INLINE void widen(const bf16* from, int64_t stride, int64_t count, int64_t padde
 
 // Rows [begin, begin + count) to tile[padded_rows][width], 0 where there is none. A product runs along the rows.
 template <class T, class E>
-void pack(const Rows<T>& rows, int64_t begin, int64_t count, int64_t padded_rows, int64_t dims, int64_t width, E* tile) {
+void pack(const Rows<T>& rows, int64_t begin, int64_t count, int64_t padded_rows, int64_t dims, int64_t width,
+          E* tile) {
   for (int64_t j = 0; j < count; j++) widen(rows[begin + j], rows.dim, dims, width, tile + j * width);
   std::memset(static_cast<void*>(tile + count * width), 0, (padded_rows - count) * width * sizeof(E));
 }
@@ -103,12 +105,14 @@ void transpose(const E* from, int64_t from_width, int64_t rows, int64_t cols, E*
       V block[V::lanes];
       for (int r = 0; r < V::lanes; r++) std::memcpy(&block[r], from + (i + r) * from_width + j, sizeof(V));
       transpose(block);
-      for (int r = 0; r < V::lanes; r++) std::memcpy(static_cast<void*>(to + (j + r) * to_width + i), &block[r], sizeof(V));
+      for (int r = 0; r < V::lanes; r++)
+        std::memcpy(static_cast<void*>(to + (j + r) * to_width + i), &block[r], sizeof(V));
     }
 }
 
 // One row of sums to T.
-template <class T> INLINE void narrow(const Accumulate<T>* from, Accumulate<T> factor, int64_t count, T* to, int64_t stride) {
+template <class T> INLINE void narrow(const Accumulate<T>* from, Accumulate<T> factor, int64_t count, T* to,
+                                      int64_t stride) {
   using V = Vec<Accumulate<T>>;
   int64_t d = 0;
   if (stride == 1)
@@ -142,7 +146,8 @@ constexpr int64_t kChain = 64;
 // takes the sums of columns col + c * lanes and on, c being a constant. rows and cols are rounded up to those of the block: a
 // and b must be readable there.
 template <class Block, class E, class Finish>
-INLINE void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, int64_t cols, int64_t depth, Finish&& finish) {
+INLINE void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, int64_t cols, int64_t depth,
+                     Finish&& finish) {
   using V = Vec<Accumulate<E>>;
   using F = Factor<E>;
   constexpr int block_rows = Block::rows, block_cols = Block::cols;
@@ -158,16 +163,14 @@ INLINE void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, in
           unroll<block_cols>([&](auto c) { b_reg[c] = F::load(b_k + c * V::lanes); });
           unroll<block_rows>([&](auto r) {
             auto a_reg = F::splat(a_k[r * a.row]);
-            unroll<block_cols>([&](auto c) {
-              sums[r * block_cols + c] = F::multiply_add(sums[r * block_cols + c], a_reg, b_reg[c]);
-            });
+            unroll<block_cols>(
+                [&](auto c) { sums[r * block_cols + c] = F::multiply_add(sums[r * block_cols + c], a_reg, b_reg[c]); });
           });
         }
         if (depth > kChain) unroll<block_rows * block_cols>([&](auto i) { sums[i] = total[i] = total[i] + sums[i]; });
       }
-      unroll<block_rows>([&](auto r) {
-        unroll<block_cols>([&](auto c) { finish(row + r, col, c, sums[r * block_cols + c]); });
-      });
+      unroll<block_rows>(
+          [&](auto r) { unroll<block_cols>([&](auto c) { finish(row + r, col, c, sums[r * block_cols + c]); }); });
     }
 }
 

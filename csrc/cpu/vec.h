@@ -266,7 +266,8 @@ INLINE Vec<float> load(const bf16* p) {
 }
 INLINE Vec<float> load(const f16* p) {
 #if FLASHSOFTMAX_VECTOR_BYTES == 64
-  return Vec<float>(Vec<float>::Elements(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
+  return Vec<float>(
+      Vec<float>::Elements(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
 #elif FLASHSOFTMAX_VECTOR_BYTES == 32
   return Vec<float>(Vec<float>::Elements(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
 #else
@@ -292,7 +293,8 @@ INLINE void store(Vec<float> x, bf16* p) {
 }
 INLINE void store(Vec<float> x, f16* p) {
 #if FLASHSOFTMAX_VECTOR_BYTES == 64
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xffff, __m512(x.v), _MM_FROUND_TO_NEAREST_INT));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_maskz_cvtps_ph(0xffff, __m512(x.v), _MM_FROUND_TO_NEAREST_INT));
 #elif FLASHSOFTMAX_VECTOR_BYTES == 32
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(__m256(x.v), _MM_FROUND_TO_NEAREST_INT));
 #else
@@ -329,9 +331,8 @@ template <class A> INLINE void transpose(Vec<A> (&rows)[Vec<A>::lanes]) {
 
 // Lane i of the result is the sum over the lanes of rows[i].
 template <class A, int n = Vec<A>::lanes> INLINE Vec<A> sum_lanes(Vec<A> (&rows)[Vec<A>::lanes]) {
-  unroll<n / 2>([&](auto i) {
-    rows[i] = interleave_low(rows[i], rows[i + n / 2]) + interleave_high(rows[i], rows[i + n / 2]);
-  });
+  unroll<n / 2>(
+      [&](auto i) { rows[i] = interleave_low(rows[i], rows[i + n / 2]) + interleave_high(rows[i], rows[i + n / 2]); });
   if constexpr (n > 2) return sum_lanes<A, n / 2>(rows);
   return rows[0];
 }

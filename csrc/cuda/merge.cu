@@ -102,49 +102,72 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// With w = e^(lse_n - lse) these are
-//     grad_out_n = w grad_out,    grad_lse_n = w (grad_out . (out_n - out) + grad_lse).
+// With w_n = e^(lse_n - lse) and g_n = grad_out . out_n these are
+//     grad_out_n = w_n grad_out,    grad_lse_n = w_n (g_n - sum_m w_m g_m + grad_lse).
 template <class P>
 __global__ void __launch_bounds__(kThreads)
-    merge_grad_rows(const __grid_constant__ MergeGradParams p, const __grid_constant__ List states,
-                    const __grid_constant__ List grads, int64_t count) {
-  const MergeState &output = p.forward.output, &grad_output = p.grad_output;
+    merge_grad_rows(const __grid_constant__ MergeGradParams p, const __grid_constant__ List list,
+                    const __grid_constant__ List grad_list) {
+  const MergeState& grad_output = p.grad_output;
   const Row<P> row(p.forward);
   if (!row.exists) return;
+  const MergeState* states = p.forward.inputs ? p.forward.inputs : list.states;
+  const MergeState* grads = p.grad_inputs ? p.grad_inputs : grad_list.states;
 
-  const State<float> total = from_lse(row.lse(output));
-  for (int64_t n = 0; n < count; n++) {
-    const State<float> state = from_lse(row.lse(states.states[n]));
-    const float w = state.l == 0 || total.l == 0 ? 0 : weight(state.m, total.m);
+  const State<float> total = from_lse(row.lse(p.forward.output));
+  const auto weight_of = [&](int64_t n) {
+    const State<float> state = from_lse(row.lse(states[n]));
+    return state.l == 0 || total.l == 0 ? 0 : weight(state.m, total.m);
+  };
 
-    float dot = 0;
+  float mean = 0;
+  for (int64_t n = 0; n < p.forward.states; n++) {
+    const float w = weight_of(n);
+    float g = 0;
     for (int64_t d = row.first; d < p.forward.dim; d += row.step) {
-      float grad[P::width] = {}, x[P::width], out[P::width];
+      float grad[P::width] = {}, x[P::width];
       if (grad_output.out.data && w != 0) {
         row.load(grad_output, d, grad);
-        row.load(states.states[n], d, x);
-        row.load(output, d, out);
+        row.load(states[n], d, x);
         for (int e = 0; e < P::width; e++) {
-          dot += grad[e] * (x[e] - out[e]);
+          g += grad[e] * x[e];
           grad[e] *= w;
         }
       }
-      row.store(grads.states[n], d, grad);
+      row.store(grads[n], d, grad);
     }
-    dot = sum_over_row(dot);
-    if (grad_output.lse.data) dot += row.lse(grad_output);
-    if (row.leads()) row.lse(grads.states[n]) = w == 0 ? 0 : w * dot;
+    g = sum_over_row(g);
+    mean += w * g;
+    if (row.leads()) row.lse(grads[n]) = g;
+  }
+
+  if (!row.leads()) return;
+  const float grad_lse = grad_output.lse.data ? row.lse(grad_output) : 0;
+  for (int64_t n = 0; n < p.forward.states; n++) {
+    const float w = weight_of(n);
+    row.lse(grads[n]) = w == 0 ? 0 : w * (row.lse(grads[n]) - mean + grad_lse);
   }
 }
 
 // Takes a list that is too long for parameters to memory, part by part in the order of the stream.
 __global__ void write(const __grid_constant__ List part, MergeState* to) { to[threadIdx.x] = part.states[threadIdx.x]; }
 
-// The states from begin on, as many as a list holds; returns how many these are.
-int64_t take(const MergeParams& p, const MergeState* states, int64_t begin, List& list) {
-  const int64_t count = p.states - begin < kListed ? p.states - begin : kListed;
-  for (int64_t n = 0; n < count; n++) list.states[n] = states[begin + n];
-  return count;
+// How a kernel gets a list of states: in its parameters, or where they are too many in memory.
+struct Listed {
+  List list;
+  MergeState* memory;
+};
+
+int64_t list_bytes(const MergeParams& p) { return p.states > kListed ? p.states * int64_t(sizeof(MergeState)) : 0; }
+
+Listed pass(const MergeParams& p, const MergeState* states, void* memory, cudaStream_t stream) {
+  Listed listed{{}, p.states > kListed ? static_cast<MergeState*>(memory) : nullptr};
+  for (int64_t begin = 0; begin < p.states; begin += kListed) {
+    const int64_t count = p.states - begin < kListed ? p.states - begin : kListed;
+    for (int64_t n = 0; n < count; n++) listed.list.states[n] = states[begin + n];
+    if (listed.memory) write<<<1, count, 0, stream>>>(listed.list, listed.memory + begin);
+  }
+  return listed;
 }
 
 void check(cudaError_t error) {
@@ -162,7 +185,7 @@ bool packs(const MergeParams& p, const Tensor4& x) {
 bool packs(const MergeParams& p) {
   for (int64_t n = 0; n < p.states; n++)
     if (!packs(p, p.inputs[n].out)) return false;
-  return packs(p, p.output.out);
+  return !p.output.out.data || packs(p, p.output.out);
 }
 
 bool packs(const MergeGradParams& p) {
@@ -195,33 +218,30 @@ template <class Launch> void for_rows(const MergeParams& p, bool packs, Launch&&
 
 namespace cuda {
 
-int64_t merge_scratch(const MergeParams& p) { return p.states > kListed ? p.states * int64_t(sizeof(MergeState)) : 0; }
+int64_t merge_scratch(const MergeParams& p) { return list_bytes(p); }
 
 void merge(const MergeParams& p, void* scratch, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  const auto memory = static_cast<MergeState*>(merge_scratch(p) ? scratch : nullptr);
-  List list;
-  for (int64_t begin = 0; begin < p.states; begin += kListed) {
-    const int64_t count = take(p, p.inputs, begin, list);
-    if (memory) write<<<1, count, 0, s>>>(list, memory + begin);
-  }
-  MergeParams in_memory = p;
-  in_memory.inputs = memory;
+  const Listed states = pass(p, p.inputs, scratch, s);
+  MergeParams on_device = p;
+  on_device.inputs = states.memory;
   for_rows(p, packs(p), [&](auto pack, dim3 grid, dim3 block) {
-    merge_rows<decltype(pack)><<<grid, block, 0, s>>>(in_memory, list);
+    merge_rows<decltype(pack)><<<grid, block, 0, s>>>(on_device, states.list);
   });
 }
 
-void merge_grad(const MergeGradParams& p, void* stream) {
+int64_t merge_grad_scratch(const MergeGradParams& p) { return 2 * list_bytes(p.forward); }
+
+void merge_grad(const MergeGradParams& p, void* scratch, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  List states, grads;
-  for (int64_t begin = 0; begin < p.forward.states; begin += kListed) {
-    take(p.forward, p.grad_inputs, begin, grads);
-    const int64_t count = take(p.forward, p.forward.inputs, begin, states);
-    for_rows(p.forward, packs(p), [&](auto pack, dim3 grid, dim3 block) {
-      merge_grad_rows<decltype(pack)><<<grid, block, 0, s>>>(p, states, grads, count);
-    });
-  }
+  const Listed states = pass(p.forward, p.forward.inputs, scratch, s);
+  const Listed grads = pass(p.forward, p.grad_inputs, static_cast<char*>(scratch) + list_bytes(p.forward), s);
+  MergeGradParams on_device = p;
+  on_device.forward.inputs = states.memory;
+  on_device.grad_inputs = grads.memory;
+  for_rows(p.forward, packs(p), [&](auto pack, dim3 grid, dim3 block) {
+    merge_grad_rows<decltype(pack)><<<grid, block, 0, s>>>(on_device, states.list, grads.list);
+  });
 }
 
 }  // namespace cuda

@@ -20,11 +20,11 @@ CXX="$build/cxx" CC="$build/cxx" FLASHSOFTMAX_CUDA=0 \
   "$python" setup.py -q build_ext --build-lib "$build/lib" --build-temp "$build/temp"
 
 FLASHSOFTMAX_LIBRARY=$(echo "$build"/lib/flashsoftmax/_C*.so)
-export FLASHSOFTMAX_LIBRARY
+export FLASHSOFTMAX_LIBRARY PYTHONPATH="$PWD:$build/lib"
 export ASAN_OPTIONS=detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_byte=255:quarantine_size_mb=64
 export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 # libstdc++ comes second, so that exceptions are seen through AddressSanitizer.
 LD_PRELOAD="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libstdc++.so)"
 export LD_PRELOAD CXX="$build/cxx"
-PYTHONPATH=. "$python" tests/sanitize/fuzz.py
+"$python" tests/sanitize/fuzz.py
 "$python" -m pytest -p no:cacheprovider --capture=sys "$@"

@@ -1,0 +1,138 @@
+"""Ours and every peer that is there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashsoftmax import attention
+
+from .shapes import Inputs, Shape
+from .timing import Timed
+
+OURS = "flashsoftmax"
+DEFAULT = "torch"
+"""torch's scaled_dot_product_attention with the backend that it chooses; on a CPU that is flash."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, Shape], Tensor]
+
+
+def ours(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+    return attention(query, key, value, causal=shape.causal)
+
+
+def torchs(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+    gqa = shape.group > 1
+    return scaled_dot_product_attention(query, key, value, is_causal=shape.causal, enable_gqa=gqa)
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, shape: Shape, rows: Tensor | None = None) -> Tensor:
+    """Writes the scores. With `rows` the query holds only these of the shape's."""
+    rows = torch.arange(shape.queries, device=query.device) if rows is None else rows
+    grouped = query.unflatten(1, (-1, shape.group)).flatten(2, 3)
+    scores = grouped @ key.mT * shape.dim**-0.5
+    hidden = shape.hidden(rows)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden.repeat(shape.group, 1), -torch.inf)
+    out: Tensor = scores.softmax(-1) @ value
+    return out.view_as(query)
+
+
+def flash_attn(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+    from flash_attn import flash_attn_func, flash_attn_with_kvcache  # type: ignore[import-not-found]
+
+    call = flash_attn_with_kvcache if shape.kind == "decode" else flash_attn_func
+    out: Tensor = call(query.mT, key.mT, value.mT, causal=shape.causal).mT
+    return out
+
+
+def flashinfer(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+    from flashinfer import (  # type: ignore[import-not-found]
+        single_decode_with_kv_cache,
+        single_prefill_with_kv_cache,
+    )
+
+    if shape.batch > 1 or shape.kind == "forward + backward":
+        raise NotImplementedError("a single request forward, as called here")
+    if shape.kind == "decode":
+        out: Tensor = single_decode_with_kv_cache(query[0, :, 0], key[0], value[0], kv_layout="HND")
+        return out[None, :, None]
+    rows = query[0].transpose(0, 1).contiguous()
+    out = single_prefill_with_kv_cache(rows, key[0], value[0], causal=shape.causal, kv_layout="HND")
+    return out.transpose(0, 1)[None]
+
+
+@dataclass(frozen=True)
+class Peer:
+    attend: Attend
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+    unfused: bool = False
+
+
+def peers(device: str) -> dict[str, Peer]:
+    unfused = {
+        "torch math": Peer(torchs, partial(sdpa_kernel, SDPBackend.MATH), unfused=True),
+        "naive": Peer(naive, unfused=True),
+    }
+    if device == "cpu":
+        return {DEFAULT: Peer(torchs), **unfused}
+    return {
+        DEFAULT: Peer(torchs),
+        "torch flash": Peer(torchs, partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
+        "torch cudnn": Peer(torchs, partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)),
+        "torch efficient": Peer(torchs, partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION)),
+        **unfused,
+        "flash_attn": Peer(flash_attn),
+        "flashinfer": Peer(flashinfer),
+    }
+
+
+def results(attend: Attend, inputs: Inputs, shape: Shape) -> tuple[Tensor, ...]:
+    """The output, and where the shape asks for them the gradients."""
+    query, key, value, grad = inputs
+    out = attend(query, key, value, shape)
+    if shape.kind != "forward + backward":
+        return (out,)
+    return (out, *torch.autograd.grad(out, (query, key, value), grad))
+
+
+def comfortable_bytes(device: str) -> int:
+    return torch.cuda.get_device_properties(0).total_memory // 8 if device == "cuda" else 2**30
+
+
+def obstacle(name: str, peer: Peer, timed: Timed, shape: Shape, device: str) -> str | None:
+    """Why a peer cannot be timed; None where it can."""
+    if name in ("flash_attn", "flashinfer") and find_spec(name) is None:
+        return "not installed"
+    if peer.unfused and shape.unfused_bytes > comfortable_bytes(device):
+        return "would write too much"
+    try:
+        with warnings.catch_warnings(), timed.within():
+            warnings.simplefilter("ignore")  # torch warns of each reason against a backend
+            timed.call()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def contenders(shape: Shape, inputs: Inputs, device: str) -> tuple[dict[str, Timed], dict[str, str]]:
+    """What is timed, ours first, and what is not, with the reason."""
+    timed = {OURS: Timed(partial(results, ours, inputs, shape))}
+    missing: dict[str, str] = {}
+    for name, peer in peers(device).items():
+        candidate = Timed(partial(results, peer.attend, inputs, shape), peer.within)
+        reason = obstacle(name, peer, candidate, shape, device)
+        if reason is None:
+            timed[name] = candidate
+        else:
+            missing[name] = reason
+    return timed, missing

@@ -1,0 +1,111 @@
+"""What is measured: shapes, the work in them, and tensors to do it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Kind = Literal["forward", "forward + backward", "decode"]
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad: Tensor
+    """Of the output."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    kind: Kind
+    batch: int
+    heads: int
+    heads_kv: int
+    queries: int
+    keys: int
+    dim: int
+    causal: bool = False
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
+        causal = " causal" if self.causal else ""
+        return f"{self.kind} B{self.batch} H{heads} {self.queries} x {self.keys} D{self.dim}{causal}"
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.heads_kv
+
+    @property
+    def visible(self) -> int:
+        """Pairs of a query and a key that it sees, a head. The last query sees the last key."""
+        if not self.causal:
+            return self.queries * self.keys
+        offset = self.keys - self.queries
+        return sum(min(max(i + offset + 1, 0), self.keys) for i in range(self.queries))
+
+    @property
+    def flops(self) -> float:
+        """Two products of 2 FLOPs an entry forward, five more backward."""
+        forward = 4 * self.batch * self.heads * self.visible * self.dim
+        return forward * (3.5 if self.kind == "forward + backward" else 1)
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        return 2 * self.batch * self.heads_kv * self.keys * self.dim * dtype.itemsize
+
+    @property
+    def unfused_bytes(self) -> int:
+        """What an unfused attention writes at most: scores, weights, keys and values of every query head, in FP32."""
+        return 8 * self.batch * self.heads * self.keys * (self.queries + self.dim)
+
+    def hidden(self, rows: Tensor) -> Tensor | None:
+        """[rows, keys]: True where a query does not see a key; None where each sees all."""
+        if not self.causal:
+            return None
+        keys = torch.arange(self.keys, device=rows.device)
+        return keys > rows[:, None] + (self.keys - self.queries)
+
+    def inputs(self, dtype: torch.dtype, device: str) -> Inputs:
+        torch.manual_seed(0)
+        query = (self.batch, self.heads, self.queries, self.dim)
+        key = (self.batch, self.heads_kv, self.keys, self.dim)
+        inputs = Inputs(*(torch.randn(size, dtype=dtype, device=device) for size in (query, key, key, query)))
+        for x in inputs[:3]:
+            x.requires_grad_(self.kind == "forward + backward")
+        return inputs
+
+
+def square(kind: Kind, lengths: tuple[int, ...], dims: tuple[int, ...] = (64, 128)) -> tuple[Shape, ...]:
+    return tuple(
+        Shape(kind, 1, 8, 8, length, length, dim, causal)
+        for dim in dims
+        for causal in (False, True)
+        for length in lengths
+    )
+
+
+def decode(
+    lengths: tuple[int, ...], batches: tuple[int, ...] = (1, 8), heads_kv: tuple[int, ...] = (32, 8)
+) -> tuple[Shape, ...]:
+    return tuple(
+        Shape("decode", batch, 32, heads, 1, length, 128)
+        for heads in heads_kv
+        for batch in batches
+        for length in lengths
+    )
+
+
+SUITES = {
+    "prefill": square("forward", (512, 2048, 8192)),
+    "backward": square("forward + backward", (512, 2048)),
+    "decode": decode((1024, 8192, 65536)),
+    "quick": (
+        *square("forward", (256, 1024), dims=(64,)),
+        *square("forward + backward", (512,), dims=(64,)),
+        *decode((1024, 4096), batches=(1,), heads_kv=(8,)),
+    ),
+}

@@ -1,0 +1,50 @@
+"""Interleaved timing in one process."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+SAMPLE_SECONDS = 0.01
+"""A sample lasts at least that: a short call is repeated."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    call: Callable[[], object]
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered before the clock starts."""
+
+
+def seconds(timed: Timed, device: str, repeats: int = 1) -> float:
+    """A call takes, on average."""
+    synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    with timed.within():
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            timed.call()
+        synchronize()
+        return (time.perf_counter() - start) / repeats
+
+
+def interleaved(calls: Mapping[str, Timed], device: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds a call in each round. In a round each has its turn, in random order.
+
+    So all meet the same drift of the clock, and none always follows the same other.
+    """
+    for timed in calls.values():
+        seconds(timed, device)
+    repeats = {name: math.ceil(SAMPLE_SECONDS / seconds(timed, device)) for name, timed in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(calls), len(calls)):
+            times[name].append(seconds(calls[name], device, repeats[name]))
+    return times
