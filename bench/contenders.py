@@ -75,13 +75,14 @@ def flashinfer(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tenso
 class Peer:
     attend: Attend
     within: Callable[[], AbstractContextManager[object]] = nullcontext
-    unfused: bool = False
+    writes: Callable[[Shape], int] = lambda shape: 0
+    """Bytes at most, beside the output."""
 
 
 def peers(device: str) -> dict[str, Peer]:
     unfused = {
-        "torch math": Peer(torchs, partial(sdpa_kernel, SDPBackend.MATH), unfused=True),
-        "naive": Peer(naive, unfused=True),
+        "torch math": Peer(torchs, partial(sdpa_kernel, SDPBackend.MATH), lambda x: x.score_bytes + x.repeated_bytes),
+        "naive": Peer(naive, writes=lambda x: x.score_bytes),
     }
     if device == "cpu":
         return {DEFAULT: Peer(torchs), **unfused}
@@ -113,8 +114,8 @@ def obstacle(name: str, peer: Peer, timed: Timed, shape: Shape, device: str) -> 
     """Why a peer cannot be timed; None where it can."""
     if name in ("flash_attn", "flashinfer") and find_spec(name) is None:
         return "not installed"
-    if peer.unfused and shape.unfused_bytes > comfortable_bytes(device):
-        return "would write too much"
+    if peer.writes(shape) > comfortable_bytes(device):
+        return "writes too much"
     try:
         with warnings.catch_warnings(), timed.within():
             warnings.simplefilter("ignore")  # torch warns of each reason against a backend

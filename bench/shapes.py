@@ -58,9 +58,14 @@ class Shape:
         return 2 * self.batch * self.heads_kv * self.keys * self.dim * dtype.itemsize
 
     @property
-    def unfused_bytes(self) -> int:
-        """What an unfused attention writes at most: scores, weights, keys and values of every query head, in FP32."""
-        return 8 * self.batch * self.heads * self.keys * (self.queries + self.dim)
+    def score_bytes(self) -> int:
+        """Of scores and weights in FP32."""
+        return 8 * self.batch * self.heads * self.queries * self.keys
+
+    @property
+    def repeated_bytes(self) -> int:
+        """Of keys and values in FP32, repeated for each query head."""
+        return 8 * self.batch * self.heads * self.keys * self.dim
 
     def hidden(self, rows: Tensor) -> Tensor | None:
         """[rows, keys]: True where a query does not see a key; None where each sees all."""

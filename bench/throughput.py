@@ -113,8 +113,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", type=names(list(DTYPES)), default=list(DTYPES), help="float32,bfloat16,float16")
     parser.add_argument("--suite", type=names(list(SUITES)), default=["quick"], help=",".join(SUITES))
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for records and pictures")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
+    parser.add_argument("--rounds", type=int, default=7, help="of which the median counts")
     return parser.parse_args(argv)
 
 
@@ -127,17 +127,20 @@ def main(argv: Sequence[str]) -> None:
     console.width = max(console.width, 140)  # of the table
     suites = {suite: cases(suite, options.dtype) for suite in options.suite}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console.print(f"{machine}\n{options.threads} threads, {options.rounds} rounds", markup=False)
+    console.print(f"{machine}; median of {options.rounds} rounds", markup=False)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         chosen = [case for suite in suites.values() for case in suite]
         largest = check_all(chosen, options.device, progress)
         console.print(f"correct in all {len(chosen)} cases: the largest error is {largest:.2f} of what is allowed")
         for suite, chosen in suites.items():
+            left_out = len(options.dtype) * len(SUITES[suite]) - len(chosen)
             results = measure_all(suite, chosen, options.device, options.rounds, progress)
             path = options.out / f"throughput-{options.device}-{suite}"
             write(results, machine, command, path)
             console.print(table(results))
             console.print("\n".join(closing(results)), markup=False)
+            if left_out:
+                console.print(f"left out: {left_out} shapes with over {KV_BYTES / 2**30:.0f} GiB of keys and values")
             console.print(f"written: {path}.json, .csv, .png, .svg")
 
 

@@ -80,7 +80,7 @@ def assert_accurate_draws(errors: Callable, inputs: dict | Callable[[], dict], s
 
 
 def orders(dtype: torch.dtype) -> tuple[bool, ...]:
-    """Of summation: whether term by term. Rounding to 16 bits hides the difference."""
+    """Of summation: whether reordered. Rounding to 16 bits hides the difference."""
     return (False,) if dtype.itemsize == 2 else (False, True)
 
 
@@ -98,8 +98,8 @@ def check_forward(
         statistics = torch.promote_types(dtype, torch.float32)
         assert (out.dtype, lse.dtype) == (dtype, statistics)
         exact_out, exact_lse = dense(**cast(inputs, torch.float64))
-        naive_out = [dense(**inputs, term_by_term=order)[0] for order in orders(dtype)]
-        naive_lse = [dense(**cast(inputs, statistics), term_by_term=order)[1] for order in orders(statistics)]
+        naive_out = [dense(**inputs, reordered=order)[0] for order in orders(dtype)]
+        naive_lse = [dense(**cast(inputs, statistics), reordered=order)[1] for order in orders(statistics)]
         return [("out", out, exact_out, *naive_out), ("lse", lse, exact_lse, *naive_lse)]
 
     assert_accurate_draws(errors, inputs, slack)
@@ -128,7 +128,7 @@ def check_backward(
     of: tuple[str, ...] = ("out", "lse"),
     slack: float = 1,
 ) -> None:
-    """Holds the gradients of `call` to those of `dense`, which hands `term_by_term` and `textbook` on.
+    """Holds the gradients of `call` to those of `dense`, which hands `reordered` and `textbook` on.
 
     Of the results named, all inputs that have one, for a random upstream gradient.
     """
@@ -139,7 +139,7 @@ def check_backward(
         found = gradients(call, inputs, upstream, wrt)
         exact = gradients(dense, cast(inputs, torch.float64), upstream, wrt)
         naive = [
-            gradients(partial(dense, term_by_term=order, textbook=textbook), inputs, upstream, wrt)
+            gradients(partial(dense, reordered=order, textbook=textbook), inputs, upstream, wrt)
             for order, textbook in product(orders(inputs["query"].dtype), (False, True))
         ]
         assert [x.dtype for x in found] == [inputs[name].dtype for name in wrt]

@@ -22,7 +22,7 @@ def scores(
     sinks: Tensor | None = None,
     q_offset: int | None = None,
     kv_lens: Tensor | None = None,
-    term_by_term: bool = False,
+    reordered: bool = False,
 ) -> Tensor:
     """[batch, heads, rows, keys + 1]. The last key is the sink, of score -inf where there is none."""
     (batch, heads, rows, dim), keys, device = query.shape, key.shape[2], query.device
@@ -38,7 +38,8 @@ def scores(
     if right is not None:
         visible = visible & (distance >= -right)
 
-    s = product(query, per_query_head(query, key, kv_lens).mT, term_by_term)
+    k = per_query_head(query, key, kv_lens).mT
+    s = sum(query[..., d, None] * k[..., None, d, :] for d in range(dim)) if reordered else query @ k
     s = s * (max(dim, 1) ** -0.5 if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
@@ -61,26 +62,19 @@ def per_query_head(query: Tensor, x: Tensor, kv_lens: Tensor | None) -> Tensor:
     return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
-def product(a: Tensor, b: Tensor, term_by_term: bool) -> Tensor:
-    """a @ b, as the library sums it or one term after another: two orders, two errors."""
-    if not term_by_term:
-        return a @ b
-    total = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=a.dtype, device=a.device)
-    for k in range(a.shape[-1]):
-        total = total + a[..., k, None] * b[..., None, k, :]
-    return total
-
-
-def attention(query, key, value, attn_mask=None, *, term_by_term=False, textbook=False, **options):
-    """(out, lse)."""
-    s = scores(query, key, attn_mask, term_by_term=term_by_term, **options)
+def attention(query, key, value, attn_mask=None, *, reordered=False, textbook=False, **options):
+    """(out, lse). `reordered` sums over dims one by one and over keys from the last to the first."""
+    s = scores(query, key, attn_mask, reordered=reordered, **options)
     v = pad(per_query_head(query, value, options.get("kv_lens")), (0, 0, 0, 1))
     if textbook:
-        other = scores(query.detach(), key.detach(), attn_mask, term_by_term=not term_by_term, **options)
-        return Textbook.apply(s, v, torch.logsumexp(other.detach().to(torch.promote_types(s.dtype, torch.float32)), -1))
+        with torch.no_grad():
+            other = scores(query, key, attn_mask, reordered=not reordered, **options)
+            lse = torch.logsumexp(other.to(torch.promote_types(s.dtype, torch.float32)), -1)
+        return Textbook.apply(s, v, lse)
     masked = (s == -torch.inf).all(-1, keepdim=True)
     s = s.masked_fill(masked, 0)
-    out = product(torch.softmax(s, -1).masked_fill(masked, 0), v, term_by_term)
+    p = torch.softmax(s, -1).masked_fill(masked, 0)
+    out = p.flip(-1) @ v.flip(-2) if reordered else p @ v
     return out, torch.logsumexp(s, -1).masked_fill(masked[..., 0], -torch.inf)
 
 

@@ -57,8 +57,8 @@ class TestOpcheck:
         opcheck(torch.ops.flashsoftmax.merge.default, states)
         outs, lses = ([x.detach() for x in side] for side in states)
         out, lse = merge(outs, lses)
-        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, lse, outs, lses, out, lse))
-        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, None, outs, lses, out, lse))
+        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, lse, outs, lses, lse))
+        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, None, outs, lses, lse))
 
     def test_every_operator_is_here(self):
         names = {name.removeprefix("flashsoftmax::") for name in torch._C._dispatch_get_all_op_names()
