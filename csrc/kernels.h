@@ -11,8 +11,8 @@ namespace flashsoftmax {
 constexpr int64_t kDecodeQueries = 16;
 constexpr int64_t kMaxHeadDim = 256;
 
-// Keys a split where the caller does not say: enough that a task is worth its merge. It depends on the number of queries
-// alone, so that a row has the same bits whatever runs beside it.
+// Keys a split where the caller does not say: enough that a task is worth its merge. It depends on the number of
+// queries alone, so that a row has the same bits whatever runs beside it.
 FLASHSOFTMAX_INLINE int64_t default_split_size(int64_t seqlen_q) { return max<int64_t>(1024, 16 * seqlen_q); }
 
 // Runs task(worker, index) for each index in [0, count), taken in order. Workers are numbered from 0 to workers - 1.
@@ -36,7 +36,8 @@ struct CpuKernels {
 // The best that this processor has; FLASHSOFTMAX_CPU_ISA names a lower one.
 const CpuKernels& cpu_kernels();
 
-// The CUDA kernels. They run in the order of the stream, a cudaStream_t, on the current device; scratch is memory there.
+// The CUDA kernels. They run in the order of the stream, a cudaStream_t, on the current device; scratch is memory
+// there.
 namespace cuda {
 int64_t merge_scratch(const MergeParams&);
 void merge(const MergeParams&, void* scratch, void* stream);

@@ -105,14 +105,16 @@ std::string cpu_isa() { return cpu_kernels().name; }
 STABLE_TORCH_LIBRARY(flashsoftmax, m) {
   // query [B, Hq, Sq, Dqk], key [B, Hkv, Sk, Dqk], value [B, Hkv, Sk, Dv] -> out [B, Hq, Sq, Dv], lse [B, Hq, Sq]
   // varlen (cu_seqlens): B is 1 and the sequences follow each other as rows. paged (block_table): key, value
-  // [pages, Hkv, page_size, D]. attn_mask [B, Hq, Sq, Sk]; sinks, alibi_slopes [Hq] and lse: float32 (float64 for float64).
+  // [pages, Hkv, page_size, D]. attn_mask [B, Hq, Sq, Sk]; sinks, alibi_slopes [Hq] and lse: float32 (float64 for
+  // float64).
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, "
       "Tensor? kv_lens, "
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, int max_seqlen_q, int max_seqlen_k, float "
       "scale, "
       "float softcap, int? window_left, int? window_right, int? q_offset, int? split_size) -> (Tensor, Tensor)");
-  // -> gradients of query, key, value, attn_mask [B, Hq, Sq, Sk] and sinks; of the last two empty what was not asked for
+  // -> gradients of query, key, value, attn_mask [B, Hq, Sq, Sk] and sinks; of the last two empty what was not asked
+  // for
   m.def(
       "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
       "Tensor lse, "

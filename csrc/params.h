@@ -43,8 +43,9 @@ struct HeadVector {
 
 struct AttentionParams {
   DType dtype;
-  // query, out [batch, heads_q, rows, head_dim | head_dim_v]; key, value [batch, heads_kv, rows, head_dim | head_dim_v].
-  // varlen: batch is 1, the sequences follow each other as rows. paged: key, value [pages, heads_kv, page_size, ...].
+  // query, out [batch, heads_q, rows, head_dim | head_dim_v]; key, value [batch, heads_kv, rows, head_dim |
+  // head_dim_v]. varlen: batch is 1, the sequences follow each other as rows. paged: key, value [pages, heads_kv,
+  // page_size, ...].
   Tensor4 query, key, value, out;
   Tensor4 lse;  // [batch, heads_q, rows], float (double for f64)
 

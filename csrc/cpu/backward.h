@@ -266,7 +266,8 @@ template <class T> class Backward {
     }
   }
 
-  // q.k summed as the decode forward sums it. In another order a score of 100 differs from its lse by 1e-5, and P by as much.
+  // q.k summed as the decode forward sums it. In another order a score of 100 differs from its lse by 1e-5, and P by as
+  // much.
   void decode_scores(int64_t queries, KeyRange keys, const Workspace& w) const {
     const Element* k_rows[tile_keys];
     for (int64_t j = keys.begin; j < keys.end; j++) k_rows[j] = elements(w.k.rows, depth)[j];

@@ -1,6 +1,6 @@
-// Split-KV decode: few queries against many keys. The query rows of all heads that share a kv head share one read of its
-// keys and values; head_dim lies in the vector lanes. Each split of the keys leaves the states of its rows, which are then
-// merged in order.
+// Split-KV decode: few queries against many keys. The query rows of all heads that share a kv head share one read of
+// its keys and values; head_dim lies in the vector lanes. Each split of the keys leaves the states of its rows, which
+// are then merged in order.
 #pragma once
 
 #include "scores.h"
@@ -119,7 +119,8 @@ template <class T> class Decode {
     }
   }
 
-  // f(row, count) over all rows, block of them at a time and the rest one by one. A row's arithmetic is the same in either.
+  // f(row, count) over all rows, block of them at a time and the rest one by one. A row's arithmetic is the same in
+  // either.
   template <int block, class F> INLINE void in_row_blocks(F&& f) const {
     int64_t r = 0;
     for (; r + block <= rows; r += block) f(r, std::integral_constant<int, block>{});

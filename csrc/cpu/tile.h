@@ -120,8 +120,8 @@ template <class T> INLINE void narrow(const Accumulate<T>* from, Accumulate<T> f
   for (; d < count; d++) to[d * stride] = from_float<T>(from[d] * factor);
 }
 
-// NaN and infinity become 0. Where such a key or query counts, its score is not finite and neither is the gradient of the
-// score; where it is hidden, the gradient of the score is 0 and must not meet it.
+// NaN and infinity become 0. Where such a key or query counts, its score is not finite and neither is the gradient of
+// the score; where it is hidden, the gradient of the score is 0 and must not meet it.
 template <class A> void make_finite(A* tile, int64_t count) {
   for (int64_t d = 0; d < count; d += Vec<A>::lanes) {
     Vec<A> x = Vec<A>::load(tile + d);
@@ -142,9 +142,9 @@ template <class E> struct Operand {
 // Sums longer than this are made of partial sums: what is rounded off grows with the longest chain of additions.
 constexpr int64_t kChain = 64;
 
-// The product of a [rows][depth] and b [depth][cols], a Block at a time; depth counts elements of E. finish(row, col, c, sums)
-// takes the sums of columns col + c * lanes and on, c being a constant. rows and cols are rounded up to those of the block: a
-// and b must be readable there.
+// The product of a [rows][depth] and b [depth][cols], a Block at a time; depth counts elements of E. finish(row, col,
+// c, sums) takes the sums of columns col + c * lanes and on, c being a constant. rows and cols are rounded up to those
+// of the block: a and b must be readable there.
 template <class Block, class E, class Finish>
 INLINE void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, int64_t cols, int64_t depth,
                      Finish&& finish) {
@@ -174,8 +174,8 @@ INLINE void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, in
     }
 }
 
-// s[r][j] = q[r] . k_rows[j] for rows of q [count][q_width] and n keys, at most a vector of them. head_dim lies in the lanes, and
-// keys are read in the order of memory.
+// s[r][j] = q[r] . k_rows[j] for rows of q [count][q_width] and n keys, at most a vector of them. head_dim lies in the
+// lanes, and keys are read in the order of memory.
 template <int count, class T, class A>
 HOT void dots(const T* const* k_rows, int64_t n, const A* q, int64_t q_width, int64_t dims, A* s, int64_t s_width) {
   using V = Vec<A>;

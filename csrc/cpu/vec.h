@@ -135,8 +135,8 @@ INLINE Vec<double> tanh(Vec<double> x) {
   return Vec<double>::each(x, [](double e) { return std::tanh(e); });
 }
 
-// e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln(2) / 2. The polynomial's relative error is below 4e-9, and it is 1 at 0.
-// Results below 2^-126 are 0; a NaN stays.
+// e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln(2) / 2. The polynomial's relative error is below 4e-9, and it is 1
+// at 0. Results below 2^-126 are 0; a NaN stays.
 INLINE Vec<float> exp(Vec<float> x) {
   using V = Vec<float>;
   const V magic(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer that then lies in the low bits

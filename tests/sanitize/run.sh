@@ -23,6 +23,7 @@ FLASHSOFTMAX_LIBRARY=$(echo "$build"/lib/flashsoftmax/_C*.so)
 export FLASHSOFTMAX_LIBRARY PYTHONPATH="$PWD:$build/lib"
 export ASAN_OPTIONS=detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_byte=255:quarantine_size_mb=64
 export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+export OMP_WAIT_POLICY=passive  # threads that wait do not spin
 # libstdc++ comes second, so that exceptions are seen through AddressSanitizer.
 LD_PRELOAD="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libstdc++.so)"
 export LD_PRELOAD CXX="$build/cxx"
