@@ -381,6 +381,7 @@ def test_a_module_that_holds_the_functions_is_copied(copied):
     assert_same_bits(copied(block)(q, k, v), block(q, k, v))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 class TestWhatAutogradCannotDo:
     """Says so, rather than giving a wrong answer."""
 
