@@ -33,7 +33,7 @@ def assert_accurate(what: str, actual: Tensor, exact: Tensor, *naive: Tensor, sl
     """Error at most 2 x that of the worst naive computation plus one rounding unit, largest errors compared.
 
     Where `exact` is infinite or NaN, `actual` must be the same. In a small problem a naive computation may be
-    exact by luck; `slack` is for inputs that are not chosen.
+    exact by luck; `slack` is for inputs that are not chosen. A weight below float32's normal numbers may be 0.
     """
     assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
     finite = exact.isfinite()
@@ -46,7 +46,7 @@ def assert_accurate(what: str, actual: Tensor, exact: Tensor, *naive: Tensor, sl
         return
     error = (actual.double() - exact).abs().masked_fill(~finite, 0)
     naive_error = max(largest_error(x, exact) for x in naive)
-    unit = torch.finfo(actual.dtype).eps * exact[finite].abs().max().item()
+    unit = torch.finfo(actual.dtype).eps * exact[finite].abs().max().item() + torch.finfo(torch.float32).tiny
     assert error.max() <= slack * (2 * naive_error + unit), (
         f"{what}: error {error.max():.3g} at {(error == error.max()).nonzero()[0].tolist()}, "
         f"allowed {slack} x (2 x {naive_error:.3g} (naive) + {unit:.3g} (rounding unit)); "

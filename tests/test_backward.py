@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import reference
 from cases import CASES, LAYOUTS, LONG, Case, case
 from checks import assert_same_bits, check_backward, differentiable, gradients, random_gradients
 from flashsoftmax import attention
+
+WRT = ["query", "key", "value"]
 
 SOME = pytest.mark.parametrize(
     "case",
@@ -25,6 +28,16 @@ def test_matches_dense_attention(case, dtype, device):
 def test_long_rows(device):
     case = Case("", heads=(1, 1), rows=LONG.rows // 8, keys=LONG.keys, dim=16, causal=True)
     check_backward(case.call(attention), partial(case.inputs, torch.float32, device))
+
+
+@SOME
+def test_inputs_are_not_written(case, dtype):
+    call, inputs = case.call(attention), case.inputs(dtype)
+    grads = random_gradients(call, inputs)
+    tensors = [*grads, *(x for x in inputs.values() if isinstance(x, torch.Tensor))]
+    before = [x.clone() for x in tensors]
+    gradients(call, inputs, grads, differentiable(inputs))
+    assert_same_bits(tensors, before)
 
 
 @SOME
@@ -91,6 +104,17 @@ def test_a_padded_tail_does_not_overflow_when_lse_is_far_below_zero(causal):
     check_backward(call, inputs)
 
 
+@pytest.mark.parametrize("q_offset", [-129, -128, -127, -65, -64, -63, -1, 0, 1, 2, 63, 64, 65, 127, 128, 129])
+@pytest.mark.parametrize("window", [(0, 0), (1, 0), (0, 1), (64, 0), (None, 0), (0, None)], ids=str)
+def test_bands_whose_corners_lie_at_the_edges_of_tiles(window, q_offset):
+    """One key too few or too many shows in float64, whatever the tile."""
+    inputs = Case("", heads=(1, 1), rows=130, keys=260, dim=4, window=window, q_offset=q_offset).inputs(torch.float64)
+    call = Case("").call(attention)
+    grads = random_gradients(call, inputs)
+    assert_close(gradients(call, inputs, grads, WRT), gradients(reference.attention, inputs, grads, WRT))
+    assert_close(call(**inputs), reference.attention(**inputs))
+
+
 class TestUpstreamGradient:
     """Of any strides, for which it costs nothing to be right."""
 
@@ -100,36 +124,34 @@ class TestUpstreamGradient:
     def test_of_any_layout(self, layout, dtype):
         inputs, call = self.inputs.inputs(dtype), self.inputs.call(attention)
         grads = random_gradients(call, inputs)
-        wrt = ["query", "key", "value"]
-        contiguous = gradients(call, inputs, (grads[0].contiguous(), grads[1].contiguous()), wrt)
+        contiguous = gradients(call, inputs, (grads[0].contiguous(), grads[1].contiguous()), WRT)
         grads = (
             LAYOUTS[layout](grads[0].contiguous()),
             LAYOUTS[layout](grads[1].contiguous()[..., None])[..., 0],
         )
-        assert_same_bits(gradients(call, inputs, grads, wrt), contiguous)
+        assert_same_bits(gradients(call, inputs, grads, WRT), contiguous)
 
     def test_whose_strides_are_all_zero(self, dtype):
         inputs, call = Case("", heads=(5, 5), rows=2, keys=8, dim=8).inputs(dtype), Case("").call(attention)
         out, lse = call(**inputs)
         one = torch.ones((), dtype=dtype), torch.ones(())
-        expanded = gradients(call, inputs, (one[0].expand_as(out), one[1].expand_as(lse)), ["query", "key", "value"])
-        dense = gradients(call, inputs, (torch.ones_like(out), torch.ones_like(lse)), ["query", "key", "value"])
+        expanded = gradients(call, inputs, (one[0].expand_as(out), one[1].expand_as(lse)), WRT)
+        dense = gradients(call, inputs, (torch.ones_like(out), torch.ones_like(lse)), WRT)
         assert_same_bits(expanded, dense)
 
     def test_that_is_a_slice_of_a_concatenation(self, dtype):
         inputs, call = self.inputs.inputs(dtype), self.inputs.call(attention)
         grads = random_gradients(call, inputs)
         whole = torch.cat([torch.full_like(grads[0], torch.nan), grads[0]], -1)
-        wrt = ["query", "key", "value"]
-        sliced = gradients(call, inputs, (whole[..., grads[0].shape[-1] :], grads[1]), wrt)
-        assert_same_bits(sliced, gradients(call, inputs, grads, wrt))
+        sliced = gradients(call, inputs, (whole[..., grads[0].shape[-1] :], grads[1]), WRT)
+        assert_same_bits(sliced, gradients(call, inputs, grads, WRT))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_have_the_layout_of_a_contiguous_tensor_or_of_their_input(layout):
     inputs = Case("", batch=2, heads=(4, 2), rows=6, keys=9, dim=8, layout=layout).inputs(torch.float32)
-    call, wrt = Case("").call(attention), ["query", "key", "value"]
-    for name, gradient in zip(wrt, gradients(call, inputs, random_gradients(call, inputs), wrt), strict=True):
+    call = Case("").call(attention)
+    for name, gradient in zip(WRT, gradients(call, inputs, random_gradients(call, inputs), WRT), strict=True):
         heads_in_rows = inputs[name].stride(1) < inputs[name].stride(2)
         assert (gradient.transpose(1, 2) if heads_in_rows else gradient).is_contiguous(), name
 

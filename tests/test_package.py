@@ -8,9 +8,9 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 import flashsoftmax
+import flashsoftmax.ops
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 SUFFIXES = (".h", ".cpp", ".inc", ".cu", ".cuh")
@@ -84,16 +84,11 @@ def test_an_instruction_set_that_does_not_exist_is_refused():
 
 @pytest.mark.parametrize("operator", ["attention", "attention_backward", "merge", "merge_backward"])
 def test_a_device_that_was_not_built_says_why_in_one_line(operator):
-    """What a CUDA tensor would get: the kernel that stands in for the missing one is called as it is."""
-    info = flashsoftmax.build_info()
-    if torch.cuda.is_available() or info.cuda:
-        pytest.skip("there is a CUDA kernel")
-    from flashsoftmax import ops
-
+    """What a CUDA tensor gets from the kernel that stands in for a missing one; it can be called without a GPU."""
     with pytest.raises(NotImplementedError) as error:
-        ops._missing_on_cuda(operator)()
-    assert operator in str(error.value) and info.cuda_reason in str(error.value)
-    assert "\n" not in str(error.value)
+        flashsoftmax.ops._missing_on_cuda(operator)()
+    reason = flashsoftmax.build_info().cuda_reason or "not written"
+    assert operator in str(error.value) and reason in str(error.value) and "\n" not in str(error.value)
 
 
 def sources(pattern):

@@ -1,6 +1,6 @@
 """Keys and values in pages, found through a block table, against dense attention on what the pages hold."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -27,10 +27,8 @@ def paged(inputs, lens, page_size, *, unused=-1, spare=2):
             for j in range(length):
                 pool[row[j // page_size], j % page_size] = sequence[:, j]
         pages[f"{name}_pages"] = pool
-    return pages | {
-        "block_table": table.to(inputs["query"].device),
-        "kv_lens": torch.tensor(lens, dtype=torch.int64, device=inputs["query"].device),
-    }
+    device = inputs["query"].device
+    return pages | {"block_table": table.to(device), "kv_lens": torch.tensor(lens, dtype=torch.int64, device=device)}
 
 
 def call(**inputs):
@@ -42,7 +40,7 @@ class Pages:
     """A case whose kv_lens are given, and the size of its pages."""
 
     page_size: int
-    case: Case = field(default_factory=Case)
+    case: Case
 
     @property
     def id(self):
@@ -60,10 +58,8 @@ class Pages:
 
 def pages(name, page_size, lens, **options):
     keys = -(-max(lens) // page_size) * page_size
-    return Pages(
-        page_size,
-        Case(name, batch=len(lens), keys=keys, kv_lens=lens, **{"heads": (4, 2), "dim": 32} | options),
-    )
+    sizes = {"batch": len(lens), "heads": (4, 2), "keys": keys, "dim": 32}
+    return Pages(page_size, Case(name, kv_lens=lens, **sizes | options))
 
 
 PAGES = [
@@ -72,6 +68,8 @@ PAGES = [
     pages("one-row", 3, (50, 7, 3), rows=1),
     pages("one-row", 16, (70, 16, 17), rows=1, split_size=32),
     pages("one-row", 256, (1024, 700), rows=1, heads=(4, 4), dim=64),
+    pages("one-row-splits", 64, (2300, 1100, 0), rows=1, dim=16, split_size=1024),
+    pages("causal-splits", 100, (1500, 1025), rows=4, dim=16, causal=True, sinks=True, split_size=1024),
     pages("causal", 16, (70, 3, 40), rows=4, causal=True, split_size=32),
     pages("window", 5, (90, 41), rows=3, window=(20, 0), split_size=16),
     pages(

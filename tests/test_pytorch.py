@@ -61,9 +61,9 @@ class TestOpcheck:
         opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, None, outs, lses, lse))
 
     def test_every_operator_is_here(self):
-        names = {name.removeprefix("flashsoftmax::") for name in torch._C._dispatch_get_all_op_names()
-                 if name.startswith("flashsoftmax::")}  # fmt: skip
-        assert names == {"attention", "attention_backward", "merge", "merge_backward", "cpu_isa"}
+        names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+        found = {name for namespace, name in names if namespace == "flashsoftmax"}
+        assert found == {"attention", "attention_backward", "merge", "merge_backward", "cpu_isa"}
 
 
 class TestGradcheck:
@@ -86,17 +86,15 @@ class TestGradcheck:
             {"softcap": 1.2, "alibi": True, "sinks": True, "mask": "float-3d", "window": (4, 0)},
         ],
         ids=lambda options: "-".join(options) or "plain",
-    )  # fmt: skip
+    )
     def test_attention(self, options, rows):
-        keys = 5
-        inputs = Case("", **{"rows": rows, "keys": keys, "dim": 3, "value_dim": 2, "split_size": 2} | options).inputs(
-            torch.float64
-        )
-        inputs = {name: x.nan_to_num() if name in differentiable(inputs) else x for name, x in inputs.items()}
+        sizes = {"rows": rows, "keys": 5, "dim": 3, "value_dim": 2}
+        inputs = Case("", **sizes | options).inputs(torch.float64)
         names = differentiable(inputs)
+        inputs |= {name: inputs[name].nan_to_num() for name in names}
 
         def function(*tensors):
-            out, lse = attention(**inputs | dict(zip(names, tensors, strict=True)), split_size=2, return_lse=True)
+            out, lse = attention(**inputs | dict(zip(names, tensors, strict=True)), return_lse=True)
             return out, lse.masked_fill(lse.isinf(), 0)
 
         assert gradcheck(function, [inputs[name].requires_grad_() for name in names])
@@ -147,11 +145,8 @@ class TestFake:
         def function(q, k, v):
             tensors = [x.requires_grad_() for x in (q, k, v)]
             out, lse = attention(*tensors, causal=True, return_lse=True)
-            return (
-                out,
-                lse,
-                *torch.autograd.grad((out, lse), tensors, (torch.ones_like(out), torch.ones_like(lse))),
-            )
+            grads = torch.ones_like(out), torch.ones_like(lse)
+            return out, lse, *torch.autograd.grad((out, lse), tensors, grads)
 
         self.run(function, *(x.requires_grad_() for x in tensors))
 
@@ -226,13 +221,8 @@ class TestCompile:
             states = [attention_paged(*paged, causal=causal, return_lse=True) for causal in (True, False)]
             return merge(*zip(*states, strict=True))
 
-        arguments = (
-            torch.randn(7, 4, 8),
-            integers(0, 3, 7),
-            torch.randn(5, 4, 2, 8),
-            integers([0, 4, 2]),
-            integers(11),
-        )
+        tokens, pages = torch.randn(7, 4, 8), torch.randn(5, 4, 2, 8)
+        arguments = tokens, integers(0, 3, 7), pages, integers([0, 4, 2]), integers(11)
         assert_close(compiled(*arguments), compiled._torchdynamo_orig_callable(*arguments))
 
     def test_autocast_inside(self):
@@ -273,25 +263,18 @@ class TestVmap:
             self.check(attention, (0, None, None, 0), (q, k, v, torch.randn(3, *shape)))
 
     def test_varlen(self):
-        q, k, v, cu = (
-            torch.randn(3, 7, 4, 8),
-            torch.randn(3, 9, 2, 8),
-            torch.randn(9, 2, 6),
-            integers(0, 3, 7),
-        )
+        q, k, v = torch.randn(3, 7, 4, 8), torch.randn(3, 9, 2, 8), torch.randn(9, 2, 6)
 
         def function(q, k, v, cu):
             return attention_varlen(q, k, v, cu, integers(0, 4, 9), max_seqlen_q=5, max_seqlen_k=5, return_lse=True)
 
-        self.check(function, (0, 0, None, None), (q, k, v, cu))
+        self.check(function, (0, 0, None, None), (q, k, v, integers(0, 3, 7)))
         self.check(function, (0, 0, None, 0), (q, k, v, integers([0, 3, 7], [0, 2, 7], [0, 5, 7])))
 
     def test_paged(self):
         q, pages = torch.randn(3, 2, 4, 3, 8), torch.randn(3, 5, 4, 2, 8)
-        table, lens = (
-            integers([[0, 1], [4, 2]], [[1, 1], [0, 2]], [[3, 2], [4, 2]]),
-            integers([8, 5], [1, 2], [0, 8]),
-        )
+        table = integers([[0, 1], [4, 2]], [[1, 1], [0, 2]], [[3, 2], [4, 2]])
+        lens = integers([8, 5], [1, 2], [0, 8])
 
         def function(*x):
             return attention_paged(*x, return_lse=True)
@@ -322,10 +305,9 @@ class TestVmap:
             return function(*(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True)))
 
         found, parts = torch.vmap(function, in_dims)(*tensors), [part(i) for i in range(3)]
-        stacked = (
-            torch.stack(parts) if isinstance(found, torch.Tensor) else tuple(map(torch.stack, zip(*parts, strict=True)))
-        )
-        assert_close(found, stacked)
+        if isinstance(found, torch.Tensor):
+            found, parts = [found], [[part] for part in parts]
+        assert_close(list(found), list(map(torch.stack, zip(*parts, strict=True))))
 
 
 class TestAutocast:
@@ -350,11 +332,12 @@ class TestAutocast:
             query = torch.randn(1, 4, 3, 8)
             assert attention_paged(query, pages, pages.half(), integers([0]), integers(4)).dtype == torch.bfloat16
 
-    def test_float64_and_integers_are_left_alone(self):
-        q = torch.randn(1, 2, 9, 8, dtype=torch.float64)
-        lens, mask = torch.tensor([5]), torch.rand(9, 9) < 0.5
+    def test_float64_lengths_and_bool_masks_are_left_alone(self):
+        q, k, v = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64).unbind()
+        options = {"attn_mask": torch.rand(9, 9) < 0.5, "kv_lens": torch.tensor([5])}
+        expected = attention(q, k, v, **options)
         with torch.autocast("cpu", torch.bfloat16):
-            assert attention(q, q, q, mask, kv_lens=lens).dtype in (torch.float64, torch.bfloat16)
+            assert_same_bits(attention(q, k, v, **options), expected)
 
     def test_off_by_default_and_when_disabled(self):
         q, k, v = torch.randn(3, 1, 2, 9, 8).unbind()
@@ -388,20 +371,13 @@ class TestWhatAutogradCannotDo:
     def test_double_backward(self):
         q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
         (gradient,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
-        with pytest.raises(
-            (RuntimeError, NotImplementedError), match=r"(?i)double backward|differentiat.* twice|second"
-        ):
+        with pytest.raises(NotImplementedError, match="double backward"):
             gradient.sum().backward()
 
     def test_double_backward_of_merge(self):
-        outs, lses = (
-            torch.randn(2, 1, 2, 5, 8, requires_grad=True),
-            torch.randn(2, 1, 2, 5, requires_grad=True),
-        )
+        outs, lses = (torch.randn(2, 1, 2, 5, *dim, requires_grad=True) for dim in ((8,), ()))
         (gradient,) = torch.autograd.grad(merge(outs, lses)[0].square().sum(), lses, create_graph=True)
-        with pytest.raises(
-            (RuntimeError, NotImplementedError), match=r"(?i)double backward|differentiat.* twice|second"
-        ):
+        with pytest.raises(NotImplementedError, match="double backward"):
             gradient.sum().backward()
 
     @pytest.mark.parametrize("which", [0, 1, 2])
@@ -409,19 +385,19 @@ class TestWhatAutogradCannotDo:
         tensors = list(torch.randn(3, 1, 2, 5, 8))
         with torch.autograd.forward_ad.dual_level():
             tensors[which] = torch.autograd.forward_ad.make_dual(tensors[which], torch.ones(1, 2, 5, 8))
-            with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)forward.?mode"):
+            with pytest.raises(NotImplementedError, match="forward-mode"):
                 attention(*tensors)
 
     def test_jvp(self):
         tensors = tuple(torch.randn(3, 1, 2, 5, 8))
-        with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)forward.?mode"):
+        with pytest.raises(NotImplementedError, match="forward-mode"):
             torch.func.jvp(attention, tensors, tensors)
 
     def test_forward_mode_of_merge(self):
         outs, lses = torch.randn(2, 1, 2, 5, 8), torch.randn(2, 1, 2, 5)
         with torch.autograd.forward_ad.dual_level():
             outs = torch.autograd.forward_ad.make_dual(outs, torch.ones_like(outs))
-            with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)forward.?mode"):
+            with pytest.raises(NotImplementedError, match="forward-mode"):
                 merge(outs, lses)
 
     def test_func_grad_is_right_or_says_no(self):

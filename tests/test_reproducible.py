@@ -37,7 +37,7 @@ def test_of_the_number_of_threads(rows, dtype, threads):
 @pytest.mark.parametrize("rows", [1, 16, 17, 70])
 def test_of_the_number_of_threads_where_they_share_one_head(rows, dtype, threads):
     """There is less to share out than threads, unless the splits are."""
-    inputs = make(rows, dtype, batch=1, heads=(1, 1), keys=1500)
+    inputs = make(rows, dtype, batch=1, heads=(1, 1), keys=2500, dim=8)
     grads = random_gradients(call, inputs)
     results = []
     for count in (1, 2, 3, 8):

@@ -13,7 +13,7 @@ template <class T> class Forward {
   using Block = QueryBlock<E>;
 
   static constexpr int64_t group = Block::cols * V::lanes;  // queries that share a pass of the micro-kernel
-  static constexpr int64_t groups = ceil_div(128, group);
+  static constexpr int64_t groups = ceil_div(256, group);
   static constexpr int64_t tile_queries = groups * group;  // queries that share a tile of keys and values
 
   // The states of a tile's rows: m, l [tile_queries], acc [groups][dim_v][group].

@@ -153,12 +153,12 @@ INLINE void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, in
   constexpr int block_rows = Block::rows, block_cols = Block::cols;
   for (int64_t col = 0; col < cols; col += block_cols * V::lanes)
     for (int64_t row = 0; row < rows; row += block_rows) {
-      V sums[block_rows * block_cols], total[block_rows * block_cols] = {};
+      V sums[block_rows * block_cols];
       const E* a_k = a.data + row * a.row;
       const E* b_k = b + col;
-      for (int64_t begin = 0; begin == 0 || begin < depth; begin += kChain) {
+      auto add_up = [&](int64_t steps) {
         unroll<block_rows * block_cols>([&](auto i) { sums[i] = V(0); });
-        for (int64_t k = begin; k < min(depth, begin + kChain); k++, a_k += a.step, b_k += b_width) {
+        for (int64_t k = 0; k < steps; k++, a_k += a.step, b_k += b_width) {
           typename F::Vector b_reg[block_cols];
           unroll<block_cols>([&](auto c) { b_reg[c] = F::load(b_k + c * V::lanes); });
           unroll<block_rows>([&](auto r) {
@@ -167,7 +167,13 @@ INLINE void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, in
                 [&](auto c) { sums[r * block_cols + c] = F::multiply_add(sums[r * block_cols + c], a_reg, b_reg[c]); });
           });
         }
-        if (depth > kChain) unroll<block_rows * block_cols>([&](auto i) { sums[i] = total[i] = total[i] + sums[i]; });
+      };
+      add_up(min(depth, kChain));
+      for (int64_t done = kChain; done < depth; done += kChain) {
+        V before[block_rows * block_cols];
+        unroll<block_rows * block_cols>([&](auto i) { before[i] = sums[i]; });
+        add_up(min(depth - done, kChain));
+        unroll<block_rows * block_cols>([&](auto i) { sums[i] = before[i] + sums[i]; });
       }
       unroll<block_rows>(
           [&](auto r) { unroll<block_cols>([&](auto c) { finish(row + r, col, c, sums[r * block_cols + c]); }); });

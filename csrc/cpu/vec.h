@@ -114,8 +114,9 @@ template <class A> struct Vec {
   friend INLINE Mask<A> operator==(Vec a, Vec b) { return {a.v == b.v}; }
   friend INLINE Mask<A> operator<(Vec a, Vec b) { return {a.v < b.v}; }
   friend INLINE Mask<A> operator<=(Vec a, Vec b) { return {a.v <= b.v}; }
-  // A NaN in a is dropped. It stays in the scores, and so in the weights and in l.
+  // A NaN in a is dropped, one in b stays.
   friend INLINE Vec max(Vec a, Vec b) { return a.v > b.v ? a.v : b.v; }
+  friend INLINE Vec min(Vec a, Vec b) { return a.v < b.v ? a.v : b.v; }
   friend INLINE Vec select(Mask<A> condition, Vec a, Vec b) { return condition.v ? a.v : b.v; }
   friend INLINE Vec abs(Vec a) { return max(a, Vec(A(0)) - a); }
 
@@ -128,6 +129,9 @@ template <class A> struct Vec {
   }
 };
 
+// 1.5 * 2^23: adding it to a float rounds to an integer, which then lies in the low bits.
+constexpr float kRoundingShift = 12582912.0f;
+
 INLINE Vec<double> exp(Vec<double> x) {
   return Vec<double>::each(x, [](double e) { return std::exp(e); });
 }
@@ -135,24 +139,32 @@ INLINE Vec<double> tanh(Vec<double> x) {
   return Vec<double>::each(x, [](double e) { return std::tanh(e); });
 }
 
+// p * 2^n for p near 1 and an integer n from -160 to 129; what is below 2^-126 may become 0.
+INLINE Vec<float> scale_by_power(Vec<float> p, Vec<float> n) {
+#if FLASHSOFTMAX_VECTOR_BYTES == 64
+  return Vec<float>::Elements(_mm512_maskz_scalef_ps(0xffff, __m512(p.v), __m512(n.v)));
+#else
+  using V = Vec<float>;
+  V shifted = n + V(kRoundingShift);
+  V power = reinterpret_cast<V::Elements>((reinterpret_cast<Bits>(shifted.v) << 23) + (127u << 23));
+  return select(n < V(-126.0f), V(0.0f), p * power);
+#endif
+}
+
 // e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln(2) / 2. The polynomial's relative error is below 4e-9, and it is 1
-// at 0. Results below 2^-126 are 0; a NaN stays.
+// at 0. A NaN stays, which is why the limits come first in max and min.
 INLINE Vec<float> exp(Vec<float> x) {
   using V = Vec<float>;
-  const V magic(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer that then lies in the low bits
-  V clamped = select(V(89.0f) < x, V(89.0f), x);
-  V shifted = clamped * V(1.44269504f) + magic;
-  V n = shifted - magic;
-  V r = clamped - n * V(0.693359375f) + n * V(2.12194440e-4f);  // ln 2 in two parts: n times the first is exact
+  x = min(V(89.0f), max(V(-110.0f), x));
+  V n = x * V(1.44269504f) + V(kRoundingShift) - V(kRoundingShift);
+  V r = x - n * V(0.693359375f) + n * V(2.12194440e-4f);  // ln 2 in two parts: n times the first is exact
   V p(0.00138145301f);
   p = p * r + V(0.00836874545f);
   p = p * r + V(0.0416683927f);
   p = p * r + V(0.166665211f);
   p = p * r + V(0.49999994f);
-  p = p * r * r + r + V(1.0f);
-  V power;  // 2^n, infinity for n = 128
-  power.v = reinterpret_cast<V::Elements>((reinterpret_cast<Bits>(shifted.v) << 23) + (127u << 23));
-  return select(x < V(-87.336548f), V(0.0f), p * power);
+  p = p * (r * r) + r + V(1.0f);
+  return scale_by_power(p, n);
 }
 
 INLINE Vec<float> tanh(Vec<float> x) {
