@@ -262,10 +262,10 @@ CASES = [
     Case("decode-mask-bool", batch=2, rows=4, keys=1100, dim=16, mask="bool", split_size=256),
     Case("decode-mask-float-hides", batch=2, rows=4, keys=1100, dim=16, mask="float-hides", split_size=256),
     Case("decode-scores-at-minus-300", batch=4, rows=2, keys=1100, scores="all-at-minus-300", split_size=256),
-    Case("decode-scores-rising", batch=4, rows=2, keys=2100, dim=16, scores="rising", split_size=256),
+    Case("decode-scores-rising", batch=4, rows=2, keys=2100, dim=16, scores="rising", split_size=4096),
     Case("decode-scores-falling", batch=4, rows=2, keys=2100, dim=16, scores="falling", split_size=256),
     Case("decode-scores-peak-first", batch=4, rows=1, keys=2100, dim=16, scores="peak-first", split_size=256),
-    Case("decode-scores-peak-middle", batch=4, rows=1, keys=2100, dim=16, scores="peak-middle", split_size=256),
+    Case("decode-scores-peak-middle", batch=4, rows=1, keys=2100, dim=16, scores="peak-middle", split_size=4096),
     Case("decode-scores-peak-last", batch=4, rows=1, keys=2100, dim=16, scores="peak-last", split_size=256),
     # Layouts; test_layout.py has the rest.
     Case("layout-heads-in-rows", batch=2, heads=(4, 2), layout="heads-in-rows", causal=True),

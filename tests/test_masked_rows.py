@@ -105,6 +105,17 @@ def test_no_keys_at_all(rows, dtype):
     assert_same_bits(lse, sinks.float()[:, None].expand(2, 2, rows))
 
 
+@ROWS
+@pytest.mark.parametrize("hide", HIDING)
+def test_what_an_empty_row_holds_changes_nothing(hide, rows, dtype):
+    """Neither its query nor its upstream gradient."""
+    inputs = make(rows, dtype) | HIDING[hide](rows)
+    grads = random_gradients(call, inputs)
+    expected = [*call(**inputs), *gradients(call, inputs, grads, WRT)]
+    inputs["query"][:, :, -1] = grads[0][:, :, -1] = grads[1][:, :, -1] = nan
+    assert_same_bits([*call(**inputs), *gradients(call, inputs, grads, WRT)], expected)
+
+
 def test_leading_tiles_hidden_from_a_row():
     ones = torch.ones(1, 1, 640, 4)
     distance = torch.arange(640)[:, None] - torch.arange(640)
@@ -203,6 +214,17 @@ class TestVisibleNaN:
         after = gradients(call, inputs, grads, ["query"])[0]
         assert_same_bits(after[:, :, :1], before[:, :, :1])
         assert after[:, :, 1:].isnan().any(-1).all()
+
+    def test_in_one_query_backward(self, rows, dtype):
+        """The gradients of the keys that it does not see are as they were."""
+        inputs = make(rows, dtype) | {"causal": True, "q_offset": KEYS // 2 - rows}
+        grads = random_gradients(call, inputs)
+        before = gradients(call, inputs, grads, ["key", "value"])
+        inputs["query"][:, :, 0, 5] = nan
+        seen = KEYS // 2 - rows + 1
+        for a, b in zip(gradients(call, inputs, grads, ["key", "value"]), before, strict=True):
+            assert a[:, :, :seen].isnan().any(-1).all()
+            assert_same_bits(a[:, :, seen:], b[:, :, seen:])
 
     def test_in_the_float_mask(self, rows, dtype):
         inputs = make(rows, dtype) | {"attn_mask": torch.zeros(rows, KEYS, dtype=dtype)}
