@@ -152,8 +152,9 @@ template <class T> class Backward {
         V s = masked ? score(j, c, capped) : capped;
         V p = weight(s, lse);
         V ds = p * (grad_p - delta);
-        if (masked) {
+        if (masked) {  // by selection: a hidden key of a row whose lse is NaN has weight 0 all the same
           auto hidden = s == V(kHidden);
+          p = select(hidden, V(0), p);
           select(hidden, V(0), ds).store(w.grad_bias + at);
           ds = select(hidden, V(0), ds * score.capped_slope(capped));
         }
