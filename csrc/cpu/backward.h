@@ -86,9 +86,7 @@ template <class T> class Backward {
             arena.take<std::atomic<int64_t>>(slots), arena.take<std::atomic<int64_t>>(tasks)};
   }
   int64_t workspace_bytes() const {
-    Arena arena(nullptr);
-    take_workspace(arena);
-    return arena.used(nullptr);
+    return Arena::bytes_of([&](Arena& arena) { take_workspace(arena); });
   }
 
   Row row(int64_t r) const {
@@ -319,9 +317,7 @@ template <class T> class Backward {
   explicit Backward(const AttentionGradParams& params) : grad(params) {}
 
   int64_t scratch_bytes(int64_t workers) const {
-    Arena arena(nullptr);
-    take_shared(arena, slots(workers));
-    return arena.used(nullptr) + workers * workspace_bytes();
+    return workers * workspace_bytes() + Arena::bytes_of([&](Arena& arena) { take_shared(arena, slots(workers)); });
   }
 
   void run(char* scratch, const Runner& runner) const {

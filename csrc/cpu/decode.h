@@ -57,14 +57,10 @@ template <class T> class Decode {
     return w;
   }
   int64_t states_bytes() const {
-    Arena arena(nullptr);
-    take_states(arena);
-    return arena.used(nullptr);
+    return Arena::bytes_of([&](Arena& arena) { take_states(arena); });
   }
   int64_t workspace_bytes() const {
-    Arena arena(nullptr);
-    take_workspace(arena);
-    return arena.used(nullptr);
+    return Arena::bytes_of([&](Arena& arena) { take_workspace(arena); });
   }
 
   Head head(int64_t index) const {

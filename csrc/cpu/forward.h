@@ -57,14 +57,10 @@ template <class T> class Forward {
     return w;
   }
   int64_t states_bytes() const {
-    Arena arena(nullptr);
-    take_states(arena);
-    return arena.used(nullptr);
+    return Arena::bytes_of([&](Arena& arena) { take_states(arena); });
   }
   int64_t workspace_bytes() const {
-    Arena arena(nullptr);
-    take_workspace(arena);
-    return arena.used(nullptr);
+    return Arena::bytes_of([&](Arena& arena) { take_workspace(arena); });
   }
   // Where there are fewer tiles than workers the splits of a tile run side by side, each into its own states.
   bool splits_in_parallel(int64_t workers) const { return splits > 1 && tasks < workers; }

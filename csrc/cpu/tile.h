@@ -201,19 +201,25 @@ HOT void dots(const T* const* k_rows, int64_t n, const A* q, int64_t q_width, in
   unroll<count>([&](auto row) { sum_lanes(products[row]).store(s + row * s_width); });
 }
 
-// Hands out aligned pieces of a worker's scratch memory; with no memory it only counts.
+// Hands out aligned pieces of scratch memory.
 class Arena {
  public:
-  explicit Arena(void* begin) : next_(static_cast<char*>(begin)) {}
+  explicit Arena(void* begin) : next_(reinterpret_cast<uintptr_t>(begin)) {}
   template <class A> A* take(int64_t count) {
     A* piece = reinterpret_cast<A*>(next_);
     next_ += round_up(count * sizeof(A), 64);
     return piece;
   }
-  int64_t used(const void* begin) const { return next_ - static_cast<const char*>(begin); }
+
+  // What take(arena) takes.
+  template <class Take> static int64_t bytes_of(Take&& take) {
+    Arena arena(nullptr);
+    take(arena);
+    return arena.next_;
+  }
 
  private:
-  char* next_;
+  uintptr_t next_;
 };
 
 }  // namespace flashsoftmax::FLASHSOFTMAX_ISA
