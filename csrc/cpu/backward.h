@@ -80,7 +80,13 @@ template <class T> class Backward {
     w.mask = arena.take<A>(p.mask.data ? 2 * tile_keys * group : 0);
     return w;
   }
-  int64_t slots(int64_t workers) const { return min(workers + 1, kv_heads); }
+  int64_t slots(int64_t workers) const { return min(2 * workers, kv_heads); }
+  // Heads go side by side, a slot each, tile after tile: a task seldom waits for the one before it.
+  int64_t task_at(int64_t index, int64_t slots) const {
+    const int64_t block = index / (slots * key_tiles), rest = index % (slots * key_tiles);
+    const int64_t heads = min(slots, kv_heads - block * slots);
+    return (block * slots + rest % heads) * key_tiles + rest / heads;
+  }
   Shared take_shared(Arena& arena, int64_t slots) const {
     return {arena.take<A>(rows), arena.take<A>(slots * p.group() * seqlen_q * width),
             arena.take<std::atomic<int64_t>>(slots), arena.take<std::atomic<int64_t>>(tasks)};
@@ -335,7 +341,9 @@ template <class T> class Backward {
       Workspace w = workspace(worker);
       for (int64_t r = index * chunk; r < min(rows, (index + 1) * chunk); r++) find_delta(r, w, shared);
     });
-    runner.run(tasks, [&](int64_t worker, int64_t task) { run_task(task, workspace(worker), shared, slots); });
+    runner.run(tasks, [&](int64_t worker, int64_t index) {
+      run_task(task_at(index, slots), workspace(worker), shared, slots);
+    });
     if (grad.grad_sinks) runner.run(p.heads_q, [&](int64_t, int64_t h) { sum_grad_sink(h, shared); });
   }
 };
