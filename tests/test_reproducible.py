@@ -47,6 +47,17 @@ def test_of_the_number_of_threads_where_they_share_one_head(rows, dtype, threads
         assert_same_bits(result, results[0])
 
 
+def test_of_who_runs_first(threads):
+    """More threads than cores, many times: whoever has to wait for another does so."""
+    inputs = Case("", batch=3, heads=(4, 2), rows=150, keys=400, dim=8, sinks=True).inputs(torch.float32)
+    grads = random_gradients(call, inputs)
+    threads(1)
+    expected = everything(inputs, grads)
+    for count in [2, 3, 5, 8, 16] * 10:
+        threads(count)
+        assert_same_bits(everything(inputs, grads), expected)
+
+
 @ROWS
 def test_of_the_batch(rows, dtype):
     inputs = make(rows, dtype, mask="bool")
