@@ -39,6 +39,10 @@ const CpuKernels& cpu_kernels();
 // The CUDA kernels. They run in the order of the stream, a cudaStream_t, on the current device; scratch is memory
 // there.
 namespace cuda {
+int64_t attention_scratch(const AttentionParams&);
+void attention(const AttentionParams&, void* scratch, void* stream);
+int64_t attention_grad_scratch(const AttentionGradParams&);
+void attention_grad(const AttentionGradParams&, void* scratch, void* stream);
 int64_t merge_scratch(const MergeParams&);
 void merge(const MergeParams&, void* scratch, void* stream);
 int64_t merge_grad_scratch(const MergeGradParams&);

@@ -10,6 +10,8 @@ namespace flashsoftmax {
 // Far beyond any length, and small enough that sums of a few of them do not overflow.
 constexpr int64_t kUnbounded = int64_t(1) << 60;
 
+FLASHSOFTMAX_INLINE constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+
 struct Window {
   int64_t left = kUnbounded, right = kUnbounded;
 };

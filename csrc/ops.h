@@ -190,6 +190,7 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key, 
   p.head_dim = query.size(3);
   p.head_dim_v = value.size(3);
   p.rows_q = query.size(2);
+  p.rows_k = key.size(2);
   check(paged || key.size(0) == query.size(0), "key: batch ", key.size(0), ", wanted that of query, ", query.size(0));
   check(key.size(3) == p.head_dim, key_name, ": head_dim ", key.size(3), ", wanted that of query, ", p.head_dim);
   const char* dimensions[] = {paged ? "pages" : "batch", "heads", paged ? "page_size" : "keys"};
@@ -226,6 +227,7 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key, 
     check(lengths.kv_lens.has_value(), "kv_lens: missing, wanted with block_table");
     p.block_table_row = lengths.block_table->stride(0);
     p.page_size = key.size(2);
+    p.pages = key.size(0);
     p.seqlen_k = lengths.block_table->size(1) * p.page_size;
   }
   if (lengths.kv_lens) {
@@ -303,42 +305,149 @@ inline MergeParams merge_params(const std::vector<MergeState>& inputs, const Ten
           inputs.data(), merge_state(out, lse)};
 }
 
-// launch(MergeParams)
-template <class Launch>
-std::tuple<Tensor, Tensor> merge_on(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses, Launch&& launch) {
-  std::vector<MergeState> inputs = merge_inputs(outs, lses);
-  Tensor out = empty_like_layout(outs[0], outs[0].size(3));
-  Tensor lse = torch::stable::new_empty(lses[0], sizes(lses[0]));
-  MergeParams params = merge_params(inputs, out, lse);
-  if (lse.numel() > 0) launch(params);
-  return {out, lse};
+// Scratch memory on the device of like.
+inline Tensor scratch(const Tensor& like, int64_t bytes) {
+  return torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
 }
 
-// launch(MergeGradParams)
-template <class Launch>
-std::tuple<Tensor, Tensor> merge_backward_on(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                             const std::vector<Tensor>& outs, const std::vector<Tensor>& lses,
-                                             const Tensor& lse, Launch&& launch) {
-  std::vector<MergeState> inputs = merge_inputs(outs, lses);
-  check_like("lse", lse, sizes(lses[0]), lses[0]);
-  if (grad_out) check_like("grad_out", *grad_out, sizes(outs[0]), outs[0]);
-  if (grad_lse) check_like("grad_lse", *grad_lse, sizes(lse), lse);
-  const int64_t states = outs.size();
-  auto stacked = [&](const Tensor& x) {
-    std::vector<int64_t> shape = sizes(x);
-    shape.insert(shape.begin(), states);
-    return torch::stable::new_empty(x, shape);
-  };
-  Tensor grad_outs = stacked(outs[0]), grad_lses = stacked(lse);
-  std::vector<MergeState> grad_inputs;
-  for (int64_t n = 0; n < states; n++)
-    grad_inputs.push_back(merge_state(torch::stable::select(grad_outs, 0, n), torch::stable::select(grad_lses, 0, n)));
-  MergeGradParams params{merge_params(inputs, outs[0], lse),
-                         {grad_out ? view(*grad_out) : Tensor4{}, grad_lse ? view(*grad_lse) : Tensor4{}},
-                         grad_inputs.data()};
-  params.forward.output.out = {};
-  if (lse.numel() > 0) launch(params);
-  return {grad_outs, grad_lses};
+// The operators on a device, which runs kernels on checked parameters: Device::attention(AttentionParams, like) and so
+// on, like being a tensor there.
+template <class Device> struct Operators {
+  static std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                              const OptionalTensor& attn_mask, const OptionalTensor& alibi_slopes,
+                                              const OptionalTensor& sinks, const OptionalTensor& kv_lens,
+                                              const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                                              const OptionalTensor& block_table, int64_t max_seqlen_q,
+                                              int64_t max_seqlen_k, double scale, double softcap,
+                                              OptionalInt window_left, OptionalInt window_right, OptionalInt q_offset,
+                                              OptionalInt split_size) {
+    AttentionParams p = attention_params(
+        query, key, value, attn_mask, alibi_slopes, sinks, {kv_lens, cu_seqlens_q, cu_seqlens_k, block_table},
+        {max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, q_offset, split_size});
+    const bool unread = !query.is_cpu() && cu_seqlens_q;  // rows behind the last sequence may be there
+    Tensor out = empty_like_layout(query, p.head_dim_v, unread);
+    Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, statistics_type(query));
+    if (unread) torch::stable::fill_(lse, kHidden);
+    p.out = view(out);
+    p.lse = view(lse);
+    if (lse.numel() > 0) Device::attention(p, query);
+    return {out, lse};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+      const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+      const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& attn_mask,
+      const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const OptionalTensor& kv_lens,
+      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q,
+      int64_t max_seqlen_k, double scale, double softcap, OptionalInt window_left, OptionalInt window_right,
+      OptionalInt q_offset, bool mask_grad) {
+    AttentionGradParams grad{};
+    grad.forward = attention_params(
+        query, key, value, attn_mask, alibi_slopes, sinks, {kv_lens, cu_seqlens_q, cu_seqlens_k, std::nullopt},
+        {max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, q_offset, std::nullopt});
+    AttentionParams& p = grad.forward;
+    const std::vector<int64_t> rows{query.size(0), query.size(1), query.size(2)};
+    std::vector<int64_t> out_shape = rows;
+    out_shape.push_back(p.head_dim_v);
+    check_like("out", out, out_shape, query);
+    check_shape("lse", lse, rows);
+    check_type("lse", lse, statistics_type(query));
+    check_device("lse", lse, query);
+    if (grad_out) check_like("grad_out", *grad_out, out_shape, query);
+    if (grad_lse) check_like("grad_lse", *grad_lse, rows, lse);
+    check(!mask_grad || attn_mask, "mask_grad: True without attn_mask, wanted False");
+
+    const bool unread = !query.is_cpu() && cu_seqlens_q;
+    Tensor grad_query = empty_like_layout(query, p.head_dim, unread);
+    Tensor grad_key = empty_like_layout(key, p.head_dim, /*zero=*/true);
+    Tensor grad_value = empty_like_layout(value, p.head_dim_v, /*zero=*/true);
+    Tensor grad_mask = torch::stable::new_zeros(lse, mask_grad ? sizes(*attn_mask) : std::vector<int64_t>{0});
+    Tensor grad_sinks = torch::stable::new_zeros(lse, {sinks ? p.heads_q : 0});
+
+    p.out = view(out);
+    p.lse = view(lse);
+    if (grad_out) grad.grad_out = view(*grad_out);
+    if (grad_lse) grad.grad_lse = view(*grad_lse);
+    grad.grad_query = view(grad_query);
+    grad.grad_key = view(grad_key);
+    grad.grad_value = view(grad_value);
+    if (mask_grad) grad.grad_mask = view(grad_mask);
+    if (sinks) grad.grad_sinks = grad_sinks.data_ptr();
+    if (lse.numel() > 0) Device::attention_grad(grad, query);
+    return {grad_query, grad_key, grad_value, grad_mask, grad_sinks};
+  }
+
+  static std::tuple<Tensor, Tensor> merge(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses) {
+    std::vector<MergeState> inputs = merge_inputs(outs, lses);
+    Tensor out = empty_like_layout(outs[0], outs[0].size(3));
+    Tensor lse = torch::stable::new_empty(lses[0], sizes(lses[0]));
+    MergeParams params = merge_params(inputs, out, lse);
+    if (lse.numel() > 0) Device::merge(params, lse);
+    return {out, lse};
+  }
+
+  static std::tuple<Tensor, Tensor> merge_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                                                   const std::vector<Tensor>& outs, const std::vector<Tensor>& lses,
+                                                   const Tensor& lse) {
+    std::vector<MergeState> inputs = merge_inputs(outs, lses);
+    check_like("lse", lse, sizes(lses[0]), lses[0]);
+    if (grad_out) check_like("grad_out", *grad_out, sizes(outs[0]), outs[0]);
+    if (grad_lse) check_like("grad_lse", *grad_lse, sizes(lse), lse);
+    const int64_t states = outs.size();
+    auto stacked = [&](const Tensor& x) {
+      std::vector<int64_t> shape = sizes(x);
+      shape.insert(shape.begin(), states);
+      return torch::stable::new_empty(x, shape);
+    };
+    Tensor grad_outs = stacked(outs[0]), grad_lses = stacked(lse);
+    std::vector<MergeState> grad_inputs;
+    for (int64_t n = 0; n < states; n++)
+      grad_inputs.push_back(
+          merge_state(torch::stable::select(grad_outs, 0, n), torch::stable::select(grad_lses, 0, n)));
+    MergeGradParams params{merge_params(inputs, outs[0], lse),
+                           {grad_out ? view(*grad_out) : Tensor4{}, grad_lse ? view(*grad_lse) : Tensor4{}},
+                           grad_inputs.data()};
+    params.forward.output.out = {};
+    if (lse.numel() > 0) Device::merge_grad(params, lse);
+    return {grad_outs, grad_lses};
+  }
+
+  template <class Library> static void implement(Library& m) {
+    m.impl("attention", TORCH_BOX(&attention));
+    m.impl("attention_backward", TORCH_BOX(&attention_backward));
+    m.impl("merge", TORCH_BOX(&merge));
+    m.impl("merge_backward", TORCH_BOX(&merge_backward));
+  }
+};
+
+// The schemas. Devices implement them.
+template <class Library> void define_operators(Library& m) {
+  // query [B, Hq, Sq, Dqk], key [B, Hkv, Sk, Dqk], value [B, Hkv, Sk, Dv] -> out [B, Hq, Sq, Dv], lse [B, Hq, Sq]
+  // varlen (cu_seqlens): B is 1 and the sequences follow each other as rows. paged (block_table): key, value
+  // [pages, Hkv, page_size, D]. attn_mask [B, Hq, Sq, Sk]; sinks, alibi_slopes [Hq] and lse: float32 (float64 for
+  // float64).
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, "
+      "Tensor? kv_lens, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, int max_seqlen_q, int max_seqlen_k, float "
+      "scale, "
+      "float softcap, int? window_left, int? window_right, int? q_offset, int? split_size) -> (Tensor, Tensor)");
+  // -> gradients of query, key, value, attn_mask [B, Hq, Sq, Sk] and sinks; of the last two empty what was not asked
+  // for
+  m.def(
+      "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor lse, "
+      "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? kv_lens, Tensor? cu_seqlens_q, Tensor? "
+      "cu_seqlens_k, "
+      "int max_seqlen_q, int max_seqlen_k, float scale, float softcap, int? window_left, int? window_right, int? "
+      "q_offset, "
+      "bool mask_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // outs [B, H, S, D] and lses [B, H, S], one of each a state
+  m.def("merge(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
+  // -> gradients of outs and lses, stacked on a leading axis of states
+  m.def(
+      "merge_backward(Tensor? grad_out, Tensor? grad_lse, Tensor[] outs, Tensor[] lses, Tensor lse) -> (Tensor, "
+      "Tensor)");
 }
 
 }  // namespace flashsoftmax

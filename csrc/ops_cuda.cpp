@@ -20,29 +20,32 @@ class OnDeviceOf {
   void* stream_ = nullptr;
 };
 
-std::tuple<Tensor, Tensor> cuda_merge(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses) {
-  return merge_on(outs, lses, [&](const MergeParams& p) {
-    const OnDeviceOf device(outs[0]);
-    Tensor scratch = torch::stable::new_empty(outs[0], {cuda::merge_scratch(p)}, ScalarType::Byte);
-    cuda::merge(p, scratch.data_ptr(), device.stream());
-  });
+// Runs launch(params, scratch memory, stream) on the device of like.
+template <class Params>
+void launch_on(const Tensor& like, const Params& params, int64_t bytes,
+               void (*launch)(const Params&, void* scratch, void* stream)) {
+  const OnDeviceOf device(like);
+  Tensor memory = scratch(like, bytes);
+  launch(params, memory.data_ptr(), device.stream());
 }
 
-std::tuple<Tensor, Tensor> cuda_merge_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                               const std::vector<Tensor>& outs, const std::vector<Tensor>& lses,
-                                               const Tensor& lse) {
-  return merge_backward_on(grad_out, grad_lse, outs, lses, lse, [&](const MergeGradParams& p) {
-    const OnDeviceOf device(lse);
-    Tensor scratch = torch::stable::new_empty(lse, {cuda::merge_grad_scratch(p)}, ScalarType::Byte);
-    cuda::merge_grad(p, scratch.data_ptr(), device.stream());
-  });
-}
+struct Cuda {
+  static void attention(const AttentionParams& p, const Tensor& like) {
+    launch_on(like, p, cuda::attention_scratch(p), cuda::attention);
+  }
+  static void attention_grad(const AttentionGradParams& p, const Tensor& like) {
+    launch_on(like, p, cuda::attention_grad_scratch(p), cuda::attention_grad);
+  }
+  static void merge(const MergeParams& p, const Tensor& like) {
+    launch_on(like, p, cuda::merge_scratch(p), cuda::merge);
+  }
+  static void merge_grad(const MergeGradParams& p, const Tensor& like) {
+    launch_on(like, p, cuda::merge_grad_scratch(p), cuda::merge_grad);
+  }
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(flashsoftmax, CUDA, m) {
-  m.impl("merge", TORCH_BOX(&cuda_merge));
-  m.impl("merge_backward", TORCH_BOX(&cuda_merge_backward));
-}
+STABLE_TORCH_LIBRARY_IMPL(flashsoftmax, CUDA, m) { Operators<Cuda>::implement(m); }
 
 }  // namespace flashsoftmax

@@ -52,10 +52,11 @@ struct AttentionParams {
   int64_t sequences, heads_q, heads_kv, head_dim, head_dim_v;
   int64_t seqlen_q, seqlen_k;  // of a sequence: in varlen of the longest, in paged what the block table can hold
   int64_t rows_q;              // of query, out and lse
+  int64_t rows_k;              // of key and value
   IntVector kv_lens;           // [sequences], absent: seqlen_k
   IntVector cu_seqlens_q, cu_seqlens_k;  // [sequences + 1], varlen only
   IntVector block_table;                 // [sequences][block_table_row], paged only
-  int64_t block_table_row = 0, page_size = 0;
+  int64_t block_table_row = 0, page_size = 0, pages = 0;
 
   double scale, softcap;  // softcap 0: off
   Window window;
@@ -73,19 +74,32 @@ struct AttentionParams {
 struct Sequence {
   int64_t q_batch, q_row, q_len, k_batch, k_row;
   Band band;
+  // Whether its lengths are possible. Where only a GPU can read them nobody has looked before: if not, the rows of the
+  // sequence that exist have the output NaN, and no key may be read.
+  bool valid;
 };
 
 FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
-  Sequence s{b, 0, p.seqlen_q, b, 0, {}};
+  Sequence s{b, 0, p.seqlen_q, b, 0, {}, true};
   int64_t k_len = p.seqlen_k;
   if (p.cu_seqlens_q) {
+    const int64_t end = p.cu_seqlens_q[b + 1], k_end = p.cu_seqlens_k[b + 1];
     s.q_batch = s.k_batch = 0;
     s.q_row = p.cu_seqlens_q[b];
-    s.q_len = p.cu_seqlens_q[b + 1] - s.q_row;
+    s.q_len = end - s.q_row;
     s.k_row = p.cu_seqlens_k[b];
-    k_len = p.cu_seqlens_k[b + 1] - s.k_row;
+    k_len = k_end - s.k_row;
+    s.valid = 0 <= s.q_row && s.q_row <= end && end <= p.rows_q && s.q_len <= p.seqlen_q && 0 <= s.k_row &&
+              s.k_row <= k_end && k_end <= p.rows_k;
+    if (!s.valid) {
+      s.q_row = min(max<int64_t>(s.q_row, 0), p.rows_q);
+      s.q_len = min(max(end, s.q_row), p.rows_q) - s.q_row;
+    }
   }
+  const int64_t most = p.cu_seqlens_k ? k_len : p.seqlen_k;
   if (p.kv_lens) k_len = p.kv_lens[b];
+  s.valid = s.valid && 0 <= k_len && k_len <= most && most <= p.seqlen_k;
+  if (!s.valid) k_len = 0;
   s.band = {p.has_q_offset ? p.q_offset : k_len - s.q_len, p.window, k_len};
   return s;
 }

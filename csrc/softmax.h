@@ -34,7 +34,8 @@ FLASHSOFTMAX_INLINE float tanh(float x) { return ::tanhf(x); }
 FLASHSOFTMAX_INLINE double tanh(double x) { return ::tanh(x); }
 FLASHSOFTMAX_INLINE float abs(float x) { return ::fabsf(x); }
 FLASHSOFTMAX_INLINE double abs(double x) { return ::fabs(x); }
-template <class A> FLASHSOFTMAX_INLINE A max(A a, A b) { return a > b ? a : b; }
+template <class A> FLASHSOFTMAX_INLINE constexpr A max(A a, A b) { return a > b ? a : b; }
+
 template <class A> FLASHSOFTMAX_INLINE A select(bool condition, A a, A b) { return condition ? a : b; }
 
 template <class N> struct State {
@@ -42,11 +43,12 @@ template <class N> struct State {
   N l = N(0);
 };
 
-// e^(score - m) of a key. A row that has seen no key has m = -inf, and -inf - -inf is NaN: here is the guard.
-template <class N> FLASHSOFTMAX_INLINE N weight(N score, N m) {
-  N reference = select(m == N(kHidden), N(0), m);
-  return exp(score - reference);
-}
+// What scores of a row are compared with: m. A row that has seen no key has m = -inf, and -inf - -inf is NaN: here is
+// the guard.
+template <class N> FLASHSOFTMAX_INLINE N reference(N m) { return select(m == N(kHidden), N(0), m); }
+
+// e^(score - m) of a key.
+template <class N> FLASHSOFTMAX_INLINE N weight(N score, N m) { return exp(score - reference(m)); }
 
 // Makes room for scores up to tile_max. l is rescaled here; multiply a by the factor returned.
 template <class N> FLASHSOFTMAX_INLINE N raise(State<N>& state, N tile_max) {

@@ -19,7 +19,6 @@ template <class E> struct DimBlock : Block<FLASHSOFTMAX_TILE_ROWS, FLASHSOFTMAX_
 template <> struct DimBlock<bf16x2> : Block<4, 4> {};
 constexpr int kRows = 8;  // rows of every tile are padded to a multiple of this, so of the rows of every block
 
-constexpr INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 constexpr INLINE int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
