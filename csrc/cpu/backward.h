@@ -229,7 +229,7 @@ template <class T> class Backward {
 
         // S^T = K Q^T, dP^T = V dO^T
         const KeyRange range(s.band, i, i + queries, j0, n);
-        if (kDepth<E> == 1 && p.seqlen_q <= kDecodeQueries)
+        if (p.seqlen_q <= kDecodeQueries)
           decode_scores(queries, range, w);
         else
           set_product(w.k.rows, depth, w.q.columns, range, ceil_div(p.head_dim, kDepth<E>), w.s);
@@ -279,8 +279,7 @@ template <class T> class Backward {
     for (int64_t q = 0; q < queries; q++) {
       A s[tile_keys + V::lanes];
       for (int64_t j = keys.begin; j < keys.end; j += V::lanes)
-        dots<1>(k_rows + j, keys.end - j, reinterpret_cast<const A*>(w.q.rows) + q * depth, depth, p.head_dim, s + j,
-                tile_keys);
+        dots<1>(k_rows + j, keys.end - j, w.q.rows + q * depth, depth, p.head_dim, s + j, tile_keys);
       for (int64_t j = keys.begin; j < keys.end; j++) w.s[j * tile_queries + q] = s[j];
     }
     for (int64_t j = keys.begin; j < keys.end; j++)

@@ -10,16 +10,16 @@ namespace flashsoftmax::FLASHSOFTMAX_ISA {
 template <class T> class Decode {
   using A = Accumulate<T>;
   using V = Vec<A>;
+  using E = Packed<T>;
 
   static constexpr int64_t tile_keys = 1024;
-  static constexpr int block_cols = QueryBlock<A>::rows;  // vectors of a value that are summed in registers
 
   // The states of the query rows of one kv head: m, l [rows], acc [rows][dim_v].
   struct RowStates {
     A *m, *l, *acc;
   };
   struct Workspace {
-    A* q;                        // [rows][dim]
+    E* q;                        // [rows][depth]
     A* s;                        // [rows][tile_keys], scores and then weights
     A* bias;                     // [tile_keys]
     T* k;                        // [tile_keys][dim], only where rows are not contiguous in memory
@@ -34,7 +34,8 @@ template <class T> class Decode {
 
   const AttentionParams& p;
   const int64_t rows = p.group() * p.seqlen_q;  // row = head in the group * seqlen_q + query
-  const int64_t dim = round_up(p.head_dim, V::lanes), dim_v = round_up(p.head_dim_v, V::lanes);
+  const int64_t dim = round_up(p.head_dim, V::lanes* kDepth<E>), depth = dim / kDepth<E>;
+  const int64_t dim_v = round_up(p.head_dim_v, V::lanes);
   const int64_t split_size = round_up(p.split_size, tile_keys);
   const int64_t splits = max<int64_t>(1, ceil_div(p.seqlen_k, split_size));
   const int64_t heads = p.sequences * p.heads_kv;
@@ -45,7 +46,7 @@ template <class T> class Decode {
   }
   Workspace take_workspace(Arena& arena) const {
     Workspace w;
-    w.q = arena.take<A>(rows * dim);
+    w.q = arena.take<E>(rows * depth);
     w.s = arena.take<A>(rows * tile_keys);
     w.bias = arena.take<A>(tile_keys);
     w.k = arena.take<T>(p.key.dim == 1 ? 0 : tile_keys * dim);
@@ -96,7 +97,7 @@ template <class T> class Decode {
     for (int64_t r = 0; r < rows; r++) {
       int64_t i = r % p.seqlen_q;
       if (i < t.sequence.q_len)
-        pack(query_rows<T>(p.query, t.sequence, query_head(t, r)), i, 1, 1, p.head_dim, dim, w.q + r * dim);
+        pack(query_rows<T>(p.query, t.sequence, query_head(t, r)), i, 1, 1, p.head_dim, depth, w.q + r * depth);
     }
     Rows<T> keys = key_rows<T>(p, p.key, t.sequence, t.b, t.kv_head);
     Rows<T> values = key_rows<T>(p, p.value, t.sequence, t.b, t.kv_head);
@@ -106,12 +107,12 @@ template <class T> class Decode {
       gather(values, j0, n, p.head_dim_v, dim_v, w.v, w.v_rows);
       for (int64_t j = 0; j < n; j += V::lanes)
         in_row_blocks<4>([&](int64_t r, auto count) {
-          dots<count>(w.k_rows + j, n - j, w.q + r * dim, dim, p.head_dim, w.s + r * tile_keys + j, tile_keys);
+          dots<count>(w.k_rows + j, n - j, w.q + r * depth, depth, p.head_dim, w.s + r * tile_keys + j, tile_keys);
         });
       for (int64_t r = 0; r < rows; r++) weigh(t, r, j0, n, w, states);
       constexpr int64_t block_keys = 32;  // of values, that the cache nearest to the core holds
       for (int64_t j = 0; j < n; j += block_keys)
-        in_row_blocks<2>([&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + block_keys, n), states); });
+        in_row_blocks<4>([&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + block_keys, n), states); });
     }
   }
 
@@ -172,6 +173,7 @@ template <class T> class Decode {
   // acc[r] += sum over j in [begin, end) of p[r][j] v[j] for row r and the next count - 1
   template <int count> HOT void accumulate(const Workspace& w, int64_t r, int64_t begin, int64_t end,
                                            RowStates states) const {
+    constexpr int block_cols = QueryBlock<A>::rows * 2 / max(count, 2);  // vectors of a value, summed in registers
     auto columns = [&](int64_t d, auto cols, auto load_v) {
       V sums[count * cols];
       unroll<count * cols>(

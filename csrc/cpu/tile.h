@@ -181,20 +181,24 @@ INLINE void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, in
 
 // s[r][j] = q[r] . k_rows[j] for rows of q [count][q_width] and n keys, at most a vector of them. head_dim lies in the
 // lanes, and keys are read in the order of memory.
-template <int count, class T, class A>
-HOT void dots(const T* const* k_rows, int64_t n, const A* q, int64_t q_width, int64_t dims, A* s, int64_t s_width) {
-  using V = Vec<A>;
+template <int count, class T, class E>
+HOT void dots(const T* const* k_rows, int64_t n, const E* q, int64_t q_width, int64_t dims, Accumulate<T>* s,
+              int64_t s_width) {
+  using V = Vec<Accumulate<T>>;
+  using F = Factor<E>;
+  constexpr int lanes = V::lanes * kDepth<E>;  // elements of T
   V products[count][V::lanes];
   for (int key = 0; key < V::lanes; key++) {
     const T* k = k_rows[min(key, n - 1)];
     V sums[count];
     unroll<count>([&](auto row) { sums[row] = V(0); });
-    auto step = [&](int64_t d, V k_reg) {
-      unroll<count>([&](auto row) { sums[row] = sums[row] + V::load(q + row * q_width + d) * k_reg; });
+    auto step = [&](int64_t d, typename F::Vector k_reg) {
+      unroll<count>(
+          [&](auto row) { sums[row] = F::multiply_add(sums[row], F::load(q + row * q_width + d / kDepth<E>), k_reg); });
     };
     int64_t d = 0;
-    for (; d + V::lanes <= dims; d += V::lanes) step(d, load(k + d));
-    if (d < dims) step(d, load(k + d, dims - d));
+    for (; d + lanes <= dims; d += lanes) step(d, F::load(k + d));
+    if (d < dims) step(d, F::load(k + d, dims - d));
     unroll<count>([&](auto row) { products[row][key] = sums[row]; });
   }
   unroll<count>([&](auto row) { sum_lanes(products[row]).store(s + row * s_width); });

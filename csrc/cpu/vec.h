@@ -183,26 +183,7 @@ INLINE Vec<float> tanh(Vec<float> x) {
   return select(V(0.625f) <= magnitude, far, near);
 }
 
-// Factors of a product: vectors of E, and sum + a * b.
-template <class E> struct Factor {
-  using Vector = Vec<E>;
-  static INLINE Vector splat(E x) { return Vector(x); }
-  static INLINE Vector load(const E* p) { return Vector::load(p); }
-  static INLINE Vec<E> multiply_add(Vec<E> sum, Vector a, Vector b) { return sum + a * b; }
-};
 #ifdef FLASHSOFTMAX_BF16_PAIRS
-template <> struct Factor<bf16x2> {
-  using Vector = __m512i;
-  static INLINE Vector splat(bf16x2 x) {
-    int32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return _mm512_set1_epi32(bits);
-  }
-  static INLINE Vector load(const bf16x2* p) { return _mm512_loadu_si512(p); }
-  static INLINE Vec<float> multiply_add(Vec<float> sum, Vector a, Vector b) {
-    return Vec<float>::Elements(_mm512_dpbf16_ps(__m512(sum.v), __m512bh(a), __m512bh(b)));
-  }
-};
 // Pairs of the lanes of two vectors.
 INLINE void store_pairs(Halves low, Halves high, bf16x2* to) {
   Bits pairs = __builtin_convertvector(low, Bits) | (__builtin_convertvector(high, Bits) << 16);
@@ -293,6 +274,32 @@ template <class T> INLINE Vec<Accumulate<T>> load(const T* p, int64_t count) {  
   std::memcpy(padded, p, count * sizeof(T));
   return load(padded);
 }
+
+// Factors of a product: vectors of E, loaded from E or from elements of a tensor, and sum + a * b.
+template <class E> struct Factor {
+  using Vector = Vec<E>;
+  static INLINE Vector splat(E x) { return Vector(x); }
+  template <class T> static INLINE Vector load(const T* p) { return ::flashsoftmax::FLASHSOFTMAX_ISA::load(p); }
+  template <class T> static INLINE Vector load(const T* p, int64_t count) {
+    return ::flashsoftmax::FLASHSOFTMAX_ISA::load(p, count);
+  }
+  static INLINE Vec<E> multiply_add(Vec<E> sum, Vector a, Vector b) { return sum + a * b; }
+};
+#ifdef FLASHSOFTMAX_BF16_PAIRS
+template <> struct Factor<bf16x2> {
+  using Vector = __m512i;
+  static INLINE Vector splat(bf16x2 x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return _mm512_set1_epi32(bits);
+  }
+  static INLINE Vector load(const void* p) { return _mm512_loadu_si512(p); }
+  static INLINE Vector load(const bf16* p, int64_t count) { return _mm512_maskz_loadu_epi16((1u << count) - 1, p); }
+  static INLINE Vec<float> multiply_add(Vec<float> sum, Vector a, Vector b) {
+    return Vec<float>::Elements(_mm512_dpbf16_ps(__m512(sum.v), __m512bh(a), __m512bh(b)));
+  }
+};
+#endif
 
 INLINE void store(Vec<float> x, float* p) { x.store(p); }
 INLINE void store(Vec<double> x, double* p) { x.store(p); }
