@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 Kind = Literal["forward", "forward + backward", "decode"]
 
 
@@ -104,10 +106,23 @@ def decode(
     )
 
 
+def filled(kind: Kind, lengths: tuple[int, ...]) -> tuple[Shape, ...]:
+    """16,384 tokens in 16 heads: enough for every processor of a large GPU."""
+    return tuple(
+        Shape(kind, 16384 // length, 16, 16, length, length, dim, causal)
+        for dim in (64, 128)
+        for causal in (False, True)
+        for length in lengths
+    )
+
+
 SUITES = {
     "prefill": square("forward", (512, 2048, 8192)),
     "backward": square("forward + backward", (512, 2048)),
     "decode": decode((1024, 8192, 65536)),
+    "gpu-prefill": filled("forward", (1024, 4096, 16384)),
+    "gpu-backward": filled("forward + backward", (1024, 4096)),
+    "gpu-decode": (*decode((8192, 131072), batches=(1,)), *decode((8192,), batches=(32,))),
     "quick": (
         *square("forward", (256, 1024), dims=(64,)),
         *square("forward + backward", (512,), dims=(64,)),

@@ -47,6 +47,7 @@ int64_t merge_scratch(const MergeParams&);
 void merge(const MergeParams&, void* scratch, void* stream);
 int64_t merge_grad_scratch(const MergeGradParams&);
 void merge_grad(const MergeGradParams&, void* scratch, void* stream);
+bool is_capturing(void* stream);
 }  // namespace cuda
 
 }  // namespace flashsoftmax

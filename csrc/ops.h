@@ -152,24 +152,49 @@ inline void check_cu_seqlens(const char* argument, const IntVector& cu, int64_t 
   check(cu[sequences] == rows, argument, ": ends at ", cu[sequences], ", wanted the number of rows, ", rows);
 }
 
-inline void check_lengths(const AttentionParams& p, int64_t rows_k, const Options& options, int64_t pages) {
+inline void check_lengths(const AttentionParams& p, const Options& options) {
   if (p.cu_seqlens_q) {
     check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.sequences, p.rows_q, "max_seqlen_q", options.max_seqlen_q);
-    check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_k, p.sequences, rows_k, "max_seqlen_k", options.max_seqlen_k);
+    check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_k, p.sequences, p.rows_k, "max_seqlen_k", options.max_seqlen_k);
   }
   for (int64_t b = 0; p.kv_lens && b < p.sequences; b++) {
     int64_t most = p.cu_seqlens_k ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.seqlen_k;
     check(p.kv_lens[b] >= 0 && p.kv_lens[b] <= most, "kv_lens[", b, "]: ", p.kv_lens[b], ", wanted 0 to ", most);
     for (int64_t i = 0; p.block_table && i * p.page_size < p.kv_lens[b]; i++) {
       int64_t page = p.block_table.advanced(b * p.block_table_row)[i];
-      check(page >= 0 && page < pages, "block_table[", b, ", ", i, "]: page ", page, ", wanted 0 to ", pages - 1);
+      check(page >= 0 && page < p.pages, "block_table[", b, ", ", i, "]: page ", page, ", wanted 0 to ", p.pages - 1);
     }
   }
 }
 
+// Parameters with the lengths where the host can read them, for as long as this lives; those on a GPU are waited for.
+class OnHost {
+ public:
+  OnHost(const AttentionParams& p, const Lengths& lengths) : p_(p) {
+    read(lengths.kv_lens, p_.kv_lens);
+    read(lengths.cu_seqlens_q, p_.cu_seqlens_q);
+    read(lengths.cu_seqlens_k, p_.cu_seqlens_k);
+    read(lengths.block_table, p_.block_table);
+    if (lengths.block_table && !lengths.block_table->is_cpu()) p_.block_table_row = copies_.back().stride(0);
+  }
+  operator const AttentionParams&() const { return p_; }
+
+ private:
+  void read(const OptionalTensor& from, IntVector& to) {
+    if (!from || from->is_cpu()) return;
+    copies_.push_back(torch::stable::to(*from, torch::stable::Device(torch::headeronly::DeviceType::CPU)));
+    const Tensor& copy = copies_.back();
+    to = {copy.data_ptr(), copy.numel() ? copy.stride(copy.dim() - 1) : 0, to.is_int64};
+  }
+
+  AttentionParams p_;
+  std::vector<Tensor> copies_;
+};
+
 inline AttentionParams attention_params(const Tensor& query, const Tensor& key, const Tensor& value,
                                         const OptionalTensor& attn_mask, const OptionalTensor& alibi_slopes,
-                                        const OptionalTensor& sinks, const Lengths& lengths, const Options& options) {
+                                        const OptionalTensor& sinks, const Lengths& lengths, const Options& options,
+                                        bool reads_lengths) {
   AttentionParams p{};
   const bool paged = lengths.block_table.has_value();
   const char *key_name = paged ? "key_pages" : "key", *value_name = paged ? "value_pages" : "value";
@@ -268,7 +293,7 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key, 
   p.query = view(query);
   p.key = view(key);
   p.value = view(value);
-  if (query.is_cpu()) check_lengths(p, key.size(2), options, key.size(0));
+  if (reads_lengths) check_lengths(OnHost(p, lengths), options);
   return p;
 }
 
@@ -311,7 +336,8 @@ inline Tensor scratch(const Tensor& like, int64_t bytes) {
 }
 
 // The operators on a device, which runs kernels on checked parameters: Device::attention(AttentionParams, like) and so
-// on, like being a tensor there.
+// on, like being a tensor there. Device::reads_lengths(like) says whether the values of lengths are checked here, or are
+// left to the kernels.
 template <class Device> struct Operators {
   static std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                               const OptionalTensor& attn_mask, const OptionalTensor& alibi_slopes,
@@ -321,10 +347,11 @@ template <class Device> struct Operators {
                                               int64_t max_seqlen_k, double scale, double softcap,
                                               OptionalInt window_left, OptionalInt window_right, OptionalInt q_offset,
                                               OptionalInt split_size) {
+    const bool reads_lengths = Device::reads_lengths(query);
     AttentionParams p = attention_params(
         query, key, value, attn_mask, alibi_slopes, sinks, {kv_lens, cu_seqlens_q, cu_seqlens_k, block_table},
-        {max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, q_offset, split_size});
-    const bool unread = !query.is_cpu() && cu_seqlens_q;  // rows behind the last sequence may be there
+        {max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, q_offset, split_size}, reads_lengths);
+    const bool unread = !reads_lengths && cu_seqlens_q;  // rows behind the last sequence may be there
     Tensor out = empty_like_layout(query, p.head_dim_v, unread);
     Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, statistics_type(query));
     if (unread) torch::stable::fill_(lse, kHidden);
@@ -342,9 +369,10 @@ template <class Device> struct Operators {
       int64_t max_seqlen_k, double scale, double softcap, OptionalInt window_left, OptionalInt window_right,
       OptionalInt q_offset, bool mask_grad) {
     AttentionGradParams grad{};
+    const bool reads_lengths = Device::reads_lengths(query);
     grad.forward = attention_params(
         query, key, value, attn_mask, alibi_slopes, sinks, {kv_lens, cu_seqlens_q, cu_seqlens_k, std::nullopt},
-        {max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, q_offset, std::nullopt});
+        {max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right, q_offset, std::nullopt}, reads_lengths);
     AttentionParams& p = grad.forward;
     const std::vector<int64_t> rows{query.size(0), query.size(1), query.size(2)};
     std::vector<int64_t> out_shape = rows;
@@ -357,7 +385,7 @@ template <class Device> struct Operators {
     if (grad_lse) check_like("grad_lse", *grad_lse, rows, lse);
     check(!mask_grad || attn_mask, "mask_grad: True without attn_mask, wanted False");
 
-    const bool unread = !query.is_cpu() && cu_seqlens_q;
+    const bool unread = !reads_lengths && cu_seqlens_q;
     Tensor grad_query = empty_like_layout(query, p.head_dim, unread);
     Tensor grad_key = empty_like_layout(key, p.head_dim, /*zero=*/true);
     Tensor grad_value = empty_like_layout(value, p.head_dim_v, /*zero=*/true);

@@ -1,0 +1,12 @@
+// What there is to know of a stream.
+#include "../kernels.h"
+
+namespace flashsoftmax::cuda {
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace flashsoftmax::cuda
