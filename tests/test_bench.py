@@ -28,6 +28,7 @@ def main(monkeypatch, threads):
     )
     monkeypatch.setitem(SUITES, "quick", small)
     monkeypatch.setattr(timing, "SAMPLE_SECONDS", 0.0001)
+    monkeypatch.setattr(timing, "PAUSE_SECONDS", 0)
     return lambda *argv: main(["--device", "cpu", "--rounds", "5", *argv])
 
 
@@ -61,7 +62,7 @@ def test_files_agree(main, tmp_path, capsys):
         ours, best = (median(result["seconds"][name]) for name in ("flashsoftmax", result["best_peer"]))
         assert result["rate"] == pytest.approx(result["work"] / ours / 1e9)
         assert result["ratio_to_best_peer"] == pytest.approx(best / ours)
-        assert result["share_of_limit"] == pytest.approx(result["rate"] / median(result["limit_rounds"]))
+        assert result["share_of_limit"] == pytest.approx(result["rate"] / max(result["limit_rounds"]))
         assert result["machine"]
     assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in stem.with_suffix(".svg").read_text()

@@ -1,7 +1,8 @@
-// The merge of states (out, lse) for disjoint keys, and its gradient.
+// The merge of states for disjoint keys, given as (out, lse) or left by the splits of decode, and its gradient.
 //
-// A block is lanes x rows. The lanes of a row, at most a warp of them, agree on its weights; each has its own packs of
-// elements, of 16 bytes where every tensor allows that.
+// A block is lanes x rows x teams. The lanes of a row, at most a warp of them, agree on its weights; each has its own
+// packs of elements, of 16 bytes where every tensor allows that. Each team merges its share of the states, then the
+// teams are merged.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -9,12 +10,14 @@
 #include <string>
 
 #include "../kernels.h"
+#include "splits.h"
 
 namespace flashsoftmax {
 namespace {
 
 constexpr int64_t kThreads = 256, kWarp = 32;
 constexpr int64_t kListed = 16;  // states that travel as parameters of a kernel
+constexpr int64_t kAhead = 4;    // states that a thread loads together
 
 struct List {
   MergeState states[kListed];
@@ -76,29 +79,115 @@ __device__ float sum_over_row(float x) {
   return x;
 }
 
-template <class P>
-__global__ void __launch_bounds__(kThreads)
-    merge_rows(const __grid_constant__ MergeParams p, const __grid_constant__ List list) {
-  const Row<P> row(p);
-  if (!row.exists) return;
-  const MergeState* states = p.inputs ? p.inputs : list.states;
+// The states of the public merge.
+template <class P> struct GivenStates {
+  static constexpr int width = P::width, teams = 1;
+  MergeParams p;
+  List list;
 
-  State<float> total;
-  for (int64_t n = 0; n < p.states; n++) merge(total, from_lse(row.lse(states[n])));
-  if (row.leads()) row.lse(p.output) = lse(total);
+  __device__ Row<P> row() const { return Row<P>(p); }
+  __device__ int64_t count() const { return p.states; }
+  __device__ int64_t dim() const { return p.dim; }
+  __device__ const MergeState& at(int64_t n) const { return p.inputs ? p.inputs[n] : list.states[n]; }
+  __device__ State<float> state(const Row<P>& row, int64_t n) const { return from_lse(row.lse(at(n))); }
+  __device__ void load(const Row<P>& row, int64_t n, int64_t d, float (&to)[width]) const { row.load(at(n), d, to); }
+  __device__ void store(const Row<P>& row, int64_t d, const float (&from)[width]) const {
+    row.store(p.output, d, from);
+  }
+  __device__ float& lse(const Row<P>& row) const { return row.lse(p.output); }
+};
 
-  const float inverse = inverse_sum(total);
-  for (int64_t d = row.first; d < p.dim; d += row.step) {
-    float out[P::width] = {}, x[P::width];
-    for (int64_t n = 0; n < p.states; n++) {
-      const State<float> state = from_lse(row.lse(states[n]));
-      if (state.l == 0) continue;
-      const float w = weight(state.m, total.m);
-      row.load(states[n], d, x);
-      for (int e = 0; e < P::width; e++) out[e] += w * x[e];
+// The states that the splits of decode left. P is a pack of the output. The number of teams is fixed: splits without
+// keys change no bit, however many follow.
+template <class P> struct SplitStates {
+  static constexpr int width = P::width, teams = 8;
+  AttentionParams p;
+  cuda::Splits splits;
+
+  struct OutputRow {
+    int64_t index, b, h, i;
+    bool exists;
+  };
+  __device__ OutputRow row() const {
+    const int64_t index = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+    const int64_t i = index % p.seqlen_q, h = index / p.seqlen_q % p.heads_q, b = index / p.seqlen_q / p.heads_q;
+    if (index >= splits.rows) return {};
+    const Sequence s = sequence(p, b);
+    return {index, s.q_batch, h, s.q_row + i, i < s.q_len};
+  }
+  __device__ int64_t count() const { return splits.count; }
+  __device__ int64_t dim() const { return p.head_dim_v; }
+  __device__ State<float> state(const OutputRow& row, int64_t n) const {
+    return splits.states[n * splits.rows + row.index];
+  }
+  __device__ void load(const OutputRow& row, int64_t n, int64_t d, float (&to)[width]) const {
+    using Source = Pack<float, width>;
+    const float* acc = splits.acc + (n * splits.rows + row.index) * splits.width + d;
+    const Source pack = *reinterpret_cast<const Source*>(acc);
+    for (int e = 0; e < width; e++) to[e] = pack.elements[e];
+  }
+  __device__ void store(const OutputRow& row, int64_t d, const float (&from)[width]) const {
+    P pack;
+    for (int e = 0; e < width; e++) narrow(from[e], pack.elements[e]);
+    auto* out = static_cast<typename P::Element*>(p.out.data) + p.out.offset(row.b, row.h, row.i) + d * p.out.dim;
+    *reinterpret_cast<P*>(out) = pack;
+  }
+  __device__ float& lse(const OutputRow& row) const {
+    return static_cast<float*>(p.lse.data)[p.lse.offset(row.b, row.h, row.i)];
+  }
+};
+
+template <class States>
+__global__ void __launch_bounds__(kThreads) merge_rows(const __grid_constant__ States states) {
+  constexpr int width = States::width, teams = States::teams;
+  const auto row = states.row();
+  const int64_t count = row.exists ? states.count() : 0, dim = states.dim();
+  const unsigned team = threadIdx.z;
+
+  for (int64_t d0 = 0; d0 == 0 || d0 < dim; d0 += blockDim.x * width) {
+    const int64_t d = d0 + threadIdx.x * width;
+    State<float> total;
+    float out[width] = {};
+    const auto take = [&](const State<float>& state, const float (&x)[width]) {
+      const Factors<float> factors = merge(total, state);
+      for (int e = 0; e < width; e++) out[e] = out[e] * factors.into + x[e] * factors.from;
+    };
+
+    // The states of this team
+    for (int64_t first = team; first < count; first += kAhead * teams) {
+      State<float> state[kAhead];
+      float x[kAhead][width] = {};
+#pragma unroll
+      for (int64_t a = 0; a < kAhead; a++)
+        if (first + a * teams < count) state[a] = states.state(row, first + a * teams);
+#pragma unroll
+      for (int64_t a = 0; a < kAhead; a++)
+        if (state[a].l != 0 && d < dim) states.load(row, first + a * teams, d, x[a]);
+#pragma unroll
+      for (int64_t a = 0; a < kAhead; a++) take(state[a], x[a]);
     }
+
+    // The other teams, in order
+    if constexpr (teams > 1) {
+      __shared__ float shared[width + 2][kThreads];
+      const unsigned peers = kThreads / teams, peer = threadIdx.y * blockDim.x + threadIdx.x;
+      __syncthreads();
+      shared[width][team * peers + peer] = total.m;
+      shared[width + 1][team * peers + peer] = total.l;
+      for (int e = 0; e < width; e++) shared[e][team * peers + peer] = out[e];
+      __syncthreads();
+      for (unsigned other = peer + peers; team == 0 && other < kThreads; other += peers) {
+        float x[width];
+        for (int e = 0; e < width; e++) x[e] = shared[e][other];
+        take({shared[width][other], shared[width + 1][other]}, x);
+      }
+    }
+
+    if (!row.exists || team != 0) continue;
+    const float inverse = inverse_sum(total);
     for (float& element : out) element *= inverse;
-    row.store(p.output, d, out);
+    if (d < dim) states.store(row, d, out);
+    if (d == 0) states.lse(row) = lse(total);
   }
 }
 
@@ -174,12 +263,15 @@ void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("merge: ") + cudaGetErrorString(error));
 }
 
-// Whether a tensor can be read in packs of 16 bytes.
-bool packs(const MergeParams& p, const Tensor4& x) {
-  const int64_t width = p.dtype == DType::f32 ? 4 : 8;
+// Whether a tensor of these sizes can be accessed in packs of width elements.
+bool packs(int64_t width, const Tensor4& x, int64_t batch, int64_t heads, int64_t rows, int64_t dim) {
   const auto apart = [&](int64_t size, int64_t stride) { return size == 1 || stride % width == 0; };
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && p.dim % width == 0 && x.dim == 1 && apart(p.batch, x.batch) &&
-         apart(p.heads, x.head) && apart(p.rows, x.row);
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && dim % width == 0 && x.dim == 1 && apart(batch, x.batch) &&
+         apart(heads, x.head) && apart(rows, x.row);
+}
+
+bool packs(const MergeParams& p, const Tensor4& x) {
+  return packs(p.dtype == DType::f32 ? 4 : 8, x, p.batch, p.heads, p.rows, p.dim);
 }
 
 bool packs(const MergeParams& p) {
@@ -194,17 +286,23 @@ bool packs(const MergeGradParams& p) {
   return packs(p.forward) && (!p.grad_output.out.data || packs(p.forward, p.grad_output.out));
 }
 
+// Calls launch(grid, block) for rows of dim elements, where a thread has width of them.
+template <class Launch> void for_rows(int64_t rows, int64_t dim, int64_t width, int64_t teams, Launch&& launch) {
+  const int64_t needed = (dim + width - 1) / width;
+  int64_t lanes = 1;
+  while (lanes < needed && lanes < kWarp) lanes *= 2;
+  const int64_t rows_per_block = kThreads / lanes / teams;
+  const int64_t blocks = (rows + rows_per_block - 1) / rows_per_block;
+  if (blocks == 0) return;
+  launch(dim3(blocks), dim3(lanes, rows_per_block, teams));
+  check(cudaGetLastError());
+}
+
 // Calls launch(pack, grid, block).
 template <class Launch> void for_rows(const MergeParams& p, bool packs, Launch&& launch) {
   const auto with = [&](auto pack) {
-    const int64_t needed = (p.dim + pack.width - 1) / pack.width;
-    int64_t lanes = 1;
-    while (lanes < needed && lanes < kWarp) lanes *= 2;
-    const int64_t rows = kThreads / lanes;
-    const int64_t blocks = (p.batch * p.heads * p.rows + rows - 1) / rows;
-    if (blocks == 0) return;
-    launch(pack, dim3(blocks), dim3(lanes, rows));
-    check(cudaGetLastError());
+    for_rows(p.batch * p.heads * p.rows, p.dim, pack.width, 1,
+             [&](dim3 grid, dim3 block) { launch(pack, grid, block); });
   };
   switch (p.dtype) {
     case DType::f16: return packs ? with(Pack<__half, 8>()) : with(Pack<__half, 1>());
@@ -226,8 +324,22 @@ void merge(const MergeParams& p, void* scratch, void* stream) {
   MergeParams on_device = p;
   on_device.inputs = states.memory;
   for_rows(p, packs(p), [&](auto pack, dim3 grid, dim3 block) {
-    merge_rows<decltype(pack)><<<grid, block, 0, s>>>(on_device, states.list);
+    merge_rows<<<grid, block, 0, s>>>(GivenStates<decltype(pack)>{on_device, states.list});
   });
+}
+
+void merge_splits(const AttentionParams& p, const Splits& splits, cudaStream_t stream) {
+  const auto with = [&](auto pack) {
+    using States = SplitStates<decltype(pack)>;
+    for_rows(splits.rows, p.head_dim_v, pack.width, States::teams,
+             [&](dim3 grid, dim3 block) { merge_rows<<<grid, block, 0, stream>>>(States{p, splits}); });
+  };
+  const bool fours = packs(4, p.out, p.cu_seqlens_q ? 1 : p.sequences, p.heads_q, p.rows_q, p.head_dim_v);
+  switch (p.dtype) {
+    case DType::f16: return fours ? with(Pack<__half, 4>()) : with(Pack<__half, 1>());
+    case DType::bf16: return fours ? with(Pack<__nv_bfloat16, 4>()) : with(Pack<__nv_bfloat16, 1>());
+    default: return fours ? with(Pack<float, 4>()) : with(Pack<float, 1>());
+  }
 }
 
 int64_t merge_grad_scratch(const MergeGradParams& p) { return 2 * list_bytes(p.forward); }

@@ -1,0 +1,5 @@
+#include "backward.cuh"
+
+namespace flashsoftmax::cuda::sm80 {
+template void backward<64>(const AttentionGradParams&, void*, cudaStream_t);
+}

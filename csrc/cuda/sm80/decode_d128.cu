@@ -1,0 +1,7 @@
+#include "decode.cuh"
+
+namespace flashsoftmax::cuda::sm80 {
+
+template void decode<128>(const AttentionParams&, void* scratch, cudaStream_t);
+
+}  // namespace flashsoftmax::cuda::sm80

@@ -1,0 +1,5 @@
+#include "forward.cuh"
+
+namespace flashsoftmax::cuda::sm80 {
+template void forward<128>(const AttentionParams&, void*, cudaStream_t);
+}

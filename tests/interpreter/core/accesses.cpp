@@ -1,0 +1,404 @@
+// Loads, stores, atomic operations, asynchronous copies.
+#include "elementwise.h"
+
+namespace interpreter {
+namespace {
+
+// Where a generic address leads.
+Space space_of(Warp& w, uint64_t address) {
+  Block& block = *w.block;
+  const auto within = [&](const void* data, uint64_t size) {
+    const uint64_t begin = reinterpret_cast<uint64_t>(data);
+    return address >= begin && address < begin + size;
+  };
+  if (within(block.shared.data(), block.shared.size())) return Space::shared;
+  if (within(w.local.data(), w.local.size())) return Space::local;
+  if (within(block.launch.config.params.data(), block.launch.config.params.size())) return Space::param;
+  return Space::global;
+}
+
+// Checks what the lanes of a warp access, `bytes` each, and gives the memory that is there for each.
+void locate(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access access, uint8_t* (&memory)[kLanes]) {
+  Block& block = *w.block;
+  uint64_t addresses[kLanes];
+  w.addresses(i, lanes, addresses);
+  Space space = i.space;
+  const int first = std::countr_zero(lanes);
+  if (space == Space::generic) {
+    space = space_of(w, addresses[first]);
+    for (Mask rest = lanes; rest; rest &= rest - 1)
+      if (space_of(w, addresses[std::countr_zero(rest)]) != space)
+        fault(std::countr_zero(rest), "lanes of one access go to different spaces");
+    if (space == Space::shared)
+      for (int l = 0; l < kLanes; l++) addresses[l] -= reinterpret_cast<uint64_t>(block.shared.data());
+    if (space == Space::param)
+      for (int l = 0; l < kLanes; l++) addresses[l] -= reinterpret_cast<uint64_t>(block.launch.config.params.data());
+    if (space == Space::local)
+      for (int l = 0; l < kLanes; l++)
+        addresses[l] -= reinterpret_cast<uint64_t>(w.local.data()) + l * block.kernel.local_bytes;
+  }
+  if (space == Space::global) {
+    block.launch.memory.count(addresses, lanes, bytes, access);
+    for (Mask rest = lanes; rest; rest &= rest - 1) {
+      const int l = std::countr_zero(rest);
+      block.launch.memory.check(l, block.linear, addresses[l], bytes, access);
+      memory[l] = reinterpret_cast<uint8_t*>(addresses[l]);
+    }
+    return;
+  }
+  if (space == Space::shared) {
+    count_banks(block.launch.banks(i), addresses, lanes, bytes);
+    for (Mask rest = lanes; rest; rest &= rest - 1) {
+      const int l = std::countr_zero(rest);
+      block.shared.check(w, l, addresses[l], bytes, access != Access::read, access == Access::atomic);
+      memory[l] = block.shared.data() + addresses[l];
+    }
+    return;
+  }
+  const std::vector<uint8_t>& params = block.launch.config.params;
+  const uint64_t size = space == Space::local ? block.kernel.local_bytes : params.size();
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int l = std::countr_zero(rest);
+    if (addresses[l] + bytes > size) fault(l, "out of bounds of ", space == Space::local ? "local memory" : "parameters");
+    if (addresses[l] % bytes) fault(l, "misaligned access of ", bytes, " bytes");
+    if (space == Space::param && access != Access::read) fault(l, "write to a parameter");
+    memory[l] = space == Space::local ? w.local.data() + l * uint64_t(block.kernel.local_bytes) + addresses[l]
+                                      : const_cast<uint8_t*>(params.data()) + addresses[l];
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------- ld, st
+
+// A parameter that every lane reads at the same place.
+template <class T> Flow load_param(Warp& w, const Instruction& i, Mask lanes) {
+  const std::vector<uint8_t>& params = w.block->launch.config.params;
+  const uint64_t at = w.cells<uint64_t>(i.src[0])[std::countr_zero(lanes)] + i.offset;
+  if (at + sizeof(T) > params.size()) fault(-1, "out of bounds of the parameters");
+  T x;
+  std::memcpy(&x, &params[at], sizeof(T));
+  Cell<T> out[kLanes];
+  std::fill_n(out, kLanes, to_cell<T>(x));
+  store_lanes<Cell<T>>(w, i, out, lanes);
+  return Flow::next;
+}
+
+// C: the cell it goes to. Signed numbers fill that, or the 16 bits that are used of it (i.option).
+template <class T, class C> Flow load(Warp& w, const Instruction& i, Mask lanes) {
+  uint8_t* memory[kLanes];
+  locate(w, i, lanes, sizeof(T) * i.count, i.atomic ? Access::atomic : Access::read, memory);
+  for (int e = 0; e < i.count; e++) {
+    C* to = w.cells<C>(i.dst[e]);
+    for (Mask rest = lanes; rest; rest &= rest - 1) {
+      const int l = std::countr_zero(rest);
+      T x;
+      std::memcpy(&x, memory[l] + e * sizeof(T), sizeof(T));
+      to[l] = C(x);
+      if (std::is_signed_v<T> && i.option) to[l] &= 0xffff;
+    }
+    w.define(i.dst[e], lanes, kAllLanes);
+  }
+  return Flow::next;
+}
+
+template <class T, class C> Flow store(Warp& w, const Instruction& i, Mask lanes) {
+  if (i.space != Space::local)
+    for (int e = 0; e < i.count; e++) w.need(i.src[1 + e], lanes, "a value to store");
+  uint8_t* memory[kLanes];
+  locate(w, i, lanes, sizeof(T) * i.count, i.atomic ? Access::atomic : Access::write, memory);
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int l = std::countr_zero(rest);
+    for (int e = 0; e < i.count; e++) {
+      const T x = T(w.cells<C>(i.src[1 + e])[l]);
+      std::memcpy(memory[l] + e * sizeof(T), &x, sizeof(T));
+    }
+  }
+  return Flow::next;
+}
+
+const char* kSpaces[] = {"generic", "global", "shared", "param", "local"};
+
+Space take_space(Decoding& d) {
+  switch (d.take_one_of({"global", "shared", "shared::cta", "param", "param::entry", "param::func", "local", "const"})) {
+    case 0: case 7: return Space::global;
+    case 1: case 2: return Space::shared;
+    case 3: case 4: case 5: return Space::param;
+    case 6: return Space::local;
+    default: return Space::generic;
+  }
+}
+
+void take_cache_hints(Decoding& d) {
+  d.take_one_of({"ca", "cg", "cs", "lu", "cv", "wb", "wt"});
+  d.take("nc");
+  d.take_prefixed("L1::");
+  if (d.take_prefixed("L2::") == "L2::cache_hint") d.fail("L2::cache_hint");
+  // What other blocks may change meanwhile.
+  const bool is_volatile = d.take("volatile");
+  const bool ordered = d.take_one_of({"relaxed", "acquire", "release"}) >= 0;
+  d.take_one_of({"cta", "gpu", "sys", "cluster"});
+  d.take("weak");
+  d.out.atomic = is_volatile || ordered;
+}
+
+// Narrow accesses decide how finely races on shared memory are watched.
+void note_shared(Decoding& d, uint32_t bytes) {
+  Kernel& kernel = d.translator().kernel();
+  if (d.out.space == Space::shared || d.out.space == Space::generic) kernel.cell = std::min(kernel.cell, bytes);
+}
+
+using Loaded = Types<uint8_t, int8_t, uint16_t, int16_t, uint32_t, int32_t, uint64_t, int64_t>;
+Type as_bits(Type type) {
+  switch (type) {
+    case Type::f16: case Type::bf16: return Type::b16;
+    case Type::f32: case Type::f16x2: case Type::bf16x2: return Type::b32;
+    case Type::f64: return Type::b64;
+    default: return type;
+  }
+}
+
+void load_or_store(Decoding& d, bool is_store) {
+  d.out.space = take_space(d);
+  take_cache_hints(d);
+  const int vector = d.take_one_of({"v2", "v4"});
+  d.out.count = vector < 0 ? 1 : vector == 0 ? 2 : 4;
+  const Type type = as_bits(d.take_type());
+  const size_t address = is_store ? 0 : 1, value = 1 - address;
+  d.read_address(address);
+  const std::vector<std::string> elements = d.elements(value);
+  if (elements.size() != d.out.count || bytes(type) * d.out.count > 16) d.fail("vector");
+  note_shared(d, bytes(type));
+  const RegisterClass kind = is_store && is_number(elements[0])
+                                 ? (bytes(type) == 8 ? RegisterClass::b64 : RegisterClass::b32)
+                                 : d.register_of(elements[0]).kind;
+  const bool wide = kind == RegisterClass::b64;
+  d.out.option = kind == RegisterClass::b16;
+  for (const std::string& element : elements) {
+    if (is_store) d.read_text(element, wide ? Type::b64 : Type::b32);
+    else d.write_text(element, wide ? Type::b64 : Type::b32);
+  }
+  d.by_type(Loaded(), type, [&]<class T>(T) {
+    if (sizeof(T) == 8 && !wide) d.fail("width of the register");
+    if (is_store) {
+      if constexpr (sizeof(T) < 8) d.out.execute = wide ? store<T, uint64_t> : store<T, uint32_t>;
+      else d.out.execute = store<T, uint64_t>;
+    } else {
+      if constexpr (sizeof(T) < 8) d.out.execute = wide ? load<T, uint64_t> : load<T, uint32_t>;
+      else d.out.execute = load<T, uint64_t>;
+      const bool uniform = d.out.space == Space::param && !d.is_register(d.statement().operands[1]) &&
+                           d.out.count == 1 && wide == (sizeof(T) == 8) && !std::is_signed_v<T>;
+      const bool fixed = uniform && d.statement().operands[1][1] != '%';
+      if (fixed) d.out.execute = load_param<T>;
+    }
+  });
+  d.out.kind = kind_of(std::string(is_store ? "st." : "ld.") + kSpaces[int(d.out.space)]);
+}
+
+// --------------------------------------------------------------------------------------------------------- atom, red
+
+enum Operation { exchange, add, minimum, maximum, bit_and, bit_or, bit_xor, increment, decrement, compare_and_swap };
+
+template <class T> T combined(int operation, T old, T x, T y) {
+  const auto bits = [](T v) { return std::bit_cast<Bits<T>>(v); };
+  const auto back = [](Bits<T> v) { return std::bit_cast<T>(v); };
+  switch (operation) {
+    case exchange: return x;
+    case add:
+      if constexpr (is_half<T>) return T(double(old) + double(x));
+      else if constexpr (is_pair<T>) {
+        using H = decltype(old.low);
+        return {H(double(old.low) + double(x.low)), H(double(old.high) + double(x.high))};
+      } else return T(old + x);
+    case minimum: if constexpr (std::is_arithmetic_v<T>) return std::min(old, x); else break;
+    case maximum: if constexpr (std::is_arithmetic_v<T>) return std::max(old, x); else break;
+    case bit_and: return back(bits(old) & bits(x));
+    case bit_or: return back(bits(old) | bits(x));
+    case bit_xor: return back(bits(old) ^ bits(x));
+    case increment: if constexpr (std::is_integral_v<T>) return old >= x ? T(0) : T(old + 1); else break;
+    case decrement: if constexpr (std::is_integral_v<T>) return old == 0 || old > x ? x : T(old - 1); else break;
+    default: return bits(old) == bits(x) ? y : old;
+  }
+  return x;
+}
+
+template <class T> Flow atomic(Warp& w, const Instruction& i, Mask lanes) {
+  for (int s = 1; s < i.srcs; s++) w.need(i.src[s], lanes, "an operand of an atomic operation");
+  uint8_t* memory[kLanes];
+  locate(w, i, lanes, sizeof(T) * i.count, Access::atomic, memory);
+  const bool swaps = i.option == compare_and_swap;
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int l = std::countr_zero(rest);
+    for (int e = 0; e < i.count; e++) {
+      T old;
+      std::memcpy(&old, memory[l] + e * sizeof(T), sizeof(T));
+      const T x = from_cell<T>(w.cells<T>(i.src[1 + e])[l]);
+      const T y = swaps ? from_cell<T>(w.cells<T>(i.src[2])[l]) : x;
+      const T result = combined(i.option, old, x, y);
+      std::memcpy(memory[l] + e * sizeof(T), &result, sizeof(T));
+      if (i.dsts) w.cells<T>(i.dst[e])[l] = to_cell<T>(old);
+    }
+  }
+  for (int e = 0; e < i.dsts; e++) w.define(i.dst[e], lanes, kAllLanes);
+  return Flow::next;
+}
+
+void atomics(Decoding& d, bool returns) {
+  d.out.space = take_space(d);
+  d.take_one_of({"relaxed", "acquire", "release", "acq_rel"});
+  d.take_one_of({"cta", "gpu", "sys", "cluster"});
+  d.take("noftz");
+  if (d.take_prefixed("L2::") == "L2::cache_hint") d.fail("L2::cache_hint");
+  const int operation = d.take_one_of({"exch", "add", "min", "max", "and", "or", "xor", "inc", "dec", "cas"});
+  if (operation < 0) d.fail("operation");
+  const int vector = d.take_one_of({"v2", "v4"});
+  d.out.count = vector < 0 ? 1 : vector == 0 ? 2 : 4;
+  d.out.option = operation;
+  const Type type = d.take_type();
+  d.read_address(returns ? 1 : 0);
+  const std::vector<std::string> values = d.elements(returns ? 2 : 1);
+  using Atomic = Types<uint16_t, uint32_t, int32_t, uint64_t, int64_t, float, double, f16, bf16, f16x2, bf16x2>;
+  d.by_type(Atomic(), type, [&]<class T>(T) {
+    note_shared(d, sizeof(T));
+    if (returns)
+      for (const std::string& text : d.elements(0)) d.write_text(text, Decoding::type_of<T>());
+    for (const std::string& text : values) d.read_text(text, Decoding::type_of<T>());
+    if (operation == compare_and_swap) d.read(returns ? 3 : 2, Decoding::type_of<T>());
+    d.out.execute = atomic<T>;
+  });
+  d.out.kind = kind_of(std::string(returns ? "atom." : "red.") + kSpaces[int(d.out.space)]);
+}
+
+// ---------------------------------------------------------------------------------------------------------- cp.async
+
+// option: bytes. src[0] where to, src[1] where from, src[2] of how many bytes, if count says that; negated: none of it,
+// if the predicate src[2] holds (count 2).
+Flow async_copy(Warp& w, const Instruction& i, Mask lanes) {
+  Block& block = *w.block;
+  uint64_t to[kLanes], from[kLanes];
+  w.addresses(i, lanes, to);
+  w.need(i.src[1], lanes, "an address");
+  for (int l = 0; l < kLanes; l++) from[l] = w.cells<uint64_t>(i.src[1])[l] + i.target;
+  if (i.count) w.need(i.src[2], lanes, "how many bytes to copy");
+  const uint32_t size = i.size;
+  count_banks(block.launch.banks(i), to, lanes, size);
+  Mask reads = 0;
+  uint32_t valid[kLanes];
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int l = std::countr_zero(rest);
+    valid[l] = size;
+    if (i.count == 1) valid[l] = w.cells<uint32_t>(i.src[2])[l];
+    if (i.count == 2) valid[l] = (w.predicate(i.src[2]) >> l & 1) != uint32_t(i.negated) ? 0 : size;
+    if (valid[l] > size) fault(l, "cp.async of ", valid[l], " bytes, more than the ", size, " that it writes");
+    if (valid[l]) reads |= Mask(1) << l;
+  }
+  if (reads) block.launch.memory.count(from, reads, size, Access::read);
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int l = std::countr_zero(rest);
+    if (from[l] % size && valid[l]) fault(l, "misaligned source of a cp.async of ", size, " bytes");
+    AsyncCopy copy{uint32_t(to[l]), uint8_t(size), uint8_t(l), {}};
+    if (valid[l] == size) {
+      block.launch.memory.check(l, block.linear, from[l], size, Access::read);
+    } else {
+      for (uint32_t b = 0; b < valid[l]; b++) block.launch.memory.check(l, block.linear, from[l] + b, 1, Access::read);
+    }
+    std::memcpy(copy.bytes, reinterpret_cast<const void*>(from[l]), valid[l]);
+    block.shared.begin_async(w, l, to[l], size);
+    w.async_open.push_back(copy);
+  }
+  return Flow::next;
+}
+
+void land(Warp& w, std::vector<AsyncCopy>& copies, Mask lanes) {
+  SharedMemory& shared = w.block->shared;
+  for (const AsyncCopy& copy : copies) {
+    if (!(lanes >> copy.lane & 1)) continue;
+    std::memcpy(shared.data() + copy.to, copy.bytes, copy.size);
+    shared.end_async(w, copy.lane, copy.to, copy.size);
+  }
+  std::erase_if(copies, [&](const AsyncCopy& copy) { return lanes >> copy.lane & 1; });
+}
+
+Flow async_commit(Warp& w, const Instruction&, Mask lanes) {
+  if (lanes != w.live) fault(std::countr_zero(w.live & ~lanes), "cp.async.commit_group by some lanes of a warp only");
+  w.async_groups.push_back(std::move(w.async_open));
+  w.async_open.clear();
+  return Flow::next;
+}
+
+// option: groups that may still be under way.
+Flow async_wait(Warp& w, const Instruction& i, Mask lanes) {
+  const size_t groups = w.async_groups.size();
+  const size_t done = groups - std::min<size_t>(groups, i.option);
+  for (size_t g = 0; g < done; g++) land(w, w.async_groups[g], lanes);
+  while (!w.async_groups.empty() && w.async_groups.size() > i.option && w.async_groups[0].empty())
+    w.async_groups.erase(w.async_groups.begin());
+  return Flow::next;
+}
+
+Flow async_wait_all(Warp& w, const Instruction& i, Mask lanes) {
+  land(w, w.async_open, lanes);
+  return async_wait(w, i, lanes);
+}
+
+void cp(Decoding& d) {
+  if (!d.take("async")) d.fail("cp");
+  if (d.take("commit_group")) {
+    d.out.execute = async_commit;
+    d.out.kind = kind_of("cp.async.commit_group");
+  } else if (d.take("wait_group")) {
+    d.out.option = d.immediate(d.operand(0));
+    d.out.execute = async_wait;
+    d.out.kind = kind_of("cp.async.wait_group");
+  } else if (d.take("wait_all")) {
+    d.out.execute = async_wait_all;
+    d.out.kind = kind_of("cp.async.wait_group");
+  } else {
+    if (d.take_one_of({"ca", "cg"}) < 0) d.fail("cp.async");
+    if (d.take_one_of({"shared", "shared::cta"}) < 0 || !d.take("global")) d.fail("spaces");
+    if (d.take_prefixed("L2::") == "L2::cache_hint") d.fail("L2::cache_hint");
+    d.out.space = Space::shared;
+    // The source first, as both addresses have an offset.
+    Instruction& out = d.out;
+    d.read_address(1);
+    if (!out.wide) d.fail("a source of 32 bits");
+    out.target = out.offset;
+    if (out.offset < 0 || out.offset > int64_t(~0u)) d.fail("offset");
+    out.offset = 0;
+    d.read_address(0);
+    std::swap(out.src[0], out.src[1]);
+    out.size = d.immediate(d.operand(2));
+    if (out.size != 4 && out.size != 8 && out.size != 16) d.fail("size");
+    out.count = 0;
+    if (d.operands() > 3) {
+      const std::string text = d.operand(3)[0] == '!' ? trim(d.operand(3).substr(1)) : d.operand(3);
+      const bool ignore = d.is_register(text) && d.register_of(text).kind == RegisterClass::predicate;
+      out.count = ignore ? 2 : 1;
+      if (ignore) d.read_predicate(3, out.negated);
+      else d.read(3, Type::b32);
+    }
+    out.execute = async_copy;
+    out.kind = kind_of("cp.async");
+  }
+}
+
+Flow nothing(Warp&, const Instruction&, Mask) { return Flow::next; }
+
+// A hint, or an order of accesses that holds here anyway.
+void no_effect(Decoding& d) {
+  for (const std::string& modifier : d.statement().modifiers) d.take(modifier.c_str());
+  d.out.execute = nothing;
+}
+
+}  // namespace
+
+void add_memory(Table& t) {
+  t["ld"] = [](Decoding& d) { load_or_store(d, false); };
+  t["ldu"] = [](Decoding& d) { load_or_store(d, false); };
+  t["st"] = [](Decoding& d) { load_or_store(d, true); };
+  t["atom"] = [](Decoding& d) { atomics(d, true); };
+  t["red"] = [](Decoding& d) { atomics(d, false); };
+  t["cp"] = cp;
+  for (const char* opcode : {"membar", "fence", "prefetch", "prefetchu", "griddepcontrol", "nanosleep", "discard"})
+    t[opcode] = no_effect;
+}
+
+}  // namespace interpreter

@@ -1,0 +1,76 @@
+// Instructions in which each lane computes by itself.
+#pragma once
+
+#include <immintrin.h>
+
+#include <array>
+#include <utility>
+
+#include "machine.h"
+#include "text.h"
+#include "translator.h"
+
+namespace interpreter {
+
+// Rounding, and flushing of subnormal numbers, while this lives. csr 0: the usual.
+class MathMode {
+ public:
+  explicit MathMode(uint32_t csr) : csr_(csr) {
+    if (csr_) set(csr_);
+  }
+  ~MathMode() {
+    if (csr_) set(kUsual);
+  }
+  static constexpr uint32_t kUsual = 0x1f80;
+
+ private:
+  static void set(uint32_t csr) {
+    asm volatile("" ::: "memory");
+    _mm_setcsr(csr);
+    asm volatile("" ::: "memory");
+  }
+  uint32_t csr_;
+};
+
+// .rn .rz .rm .rp .ftz .sat, and those that say how near an approximation is: all are computed to the last digit.
+void take_float_modifiers(Decoding& d);
+
+template <class C> void blend(C* to, const C* from, Mask lanes) {
+  if (lanes == kAllLanes) {
+    std::memcpy(to, from, kLanes * sizeof(C));
+  } else {
+    for (int l = 0; l < kLanes; l++) to[l] = lanes >> l & 1 ? from[l] : to[l];
+  }
+}
+
+template <class C> void store_lanes(Warp& w, const Instruction& i, const C* from, Mask lanes) {
+  blend(w.cells<C>(i.dst[0]), from, lanes);
+  w.define(i.dst[0], lanes, w.known(i));
+}
+
+// dst = F(sources), of types R and A...
+template <class R, class F, class... A> Flow run_elementwise(Warp& w, const Instruction& i, Mask lanes) {
+  Cell<R> out[kLanes];
+  [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    const std::tuple<const Cell<A>*...> from{w.cells<A>(i.src[kIndex])...};
+    const MathMode mode(i.csr);
+    for (int l = 0; l < kLanes; l++) out[l] = to_cell<R>(R(F()(from_cell<A>(std::get<kIndex>(from)[l])...)));
+  }(std::index_sequence_for<A...>());
+  if constexpr (std::is_same_v<R, float>)
+    if (i.option == 1)  // .sat
+      for (int l = 0; l < kLanes; l++) {
+        const float x = from_cell<float>(out[l]);
+        out[l] = to_cell<float>(x > 0 ? (x < 1 ? x : 1) : 0);
+      }
+  store_lanes<Cell<R>>(w, i, out, lanes);
+  return Flow::next;
+}
+
+template <class R, class F, class... A> void elementwise(Decoding& d) {
+  d.write(0, Decoding::type_of<R>());
+  size_t operand = 1;
+  (d.read(operand++, Decoding::type_of<A>()), ...);
+  d.out.execute = run_elementwise<R, F, A...>;
+}
+
+}  // namespace interpreter

@@ -1,0 +1,409 @@
+#include "machine.h"
+
+#include <cxxabi.h>
+#include <immintrin.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <numeric>
+
+namespace interpreter {
+
+void Warp::need(uint32_t slot, Mask lanes, const char* what) {
+  if (const Mask missing = lanes & ~defined[slot])
+    fault(std::countr_zero(missing), "uninitialised register: ", what);
+}
+
+void Warp::addresses(const Instruction& i, Mask lanes, uint64_t* to, size_t source) {
+  const uint32_t slot = i.src[source];
+  need(slot, lanes, "an address");
+  if (i.wide) {
+    const uint64_t* from = cells<uint64_t>(slot);
+    for (int l = 0; l < kLanes; l++) to[l] = from[l] + i.offset;
+  } else {
+    const uint32_t* from = cells<uint32_t>(slot);
+    for (int l = 0; l < kLanes; l++) to[l] = uint32_t(from[l] + i.offset);
+  }
+}
+
+Block::Block(Launch& launch) : launch(launch), kernel(launch.kernel) {
+  shared.begin_launch(launch.shared_bytes, launch.warps, kernel.cell);
+  warps.resize(launch.warps);
+}
+
+void Block::start(uint64_t number) {
+  const Dim& grid = launch.config.grid;
+  linear = number;
+  index.x = number % grid.x;
+  index.y = number / grid.x % grid.y;
+  index.z = number / grid.x / grid.y;
+  shared.begin_block();
+  uint32_t clock = 0;  // of the block that was here before
+  for (const Warp& warp : warps) clock = std::max(clock, warp.clock);
+  for (Barrier& barrier : barriers) barrier = {};
+  const uint64_t threads = launch.config.block.count();
+  for (size_t w = 0; w < warps.size(); w++) {
+    Warp& warp = warps[w];
+    const uint64_t lanes = std::min<uint64_t>(kLanes, threads - w * kLanes);
+    warp.block = this;
+    warp.id = w;
+    warp.live = lanes == kLanes ? kAllLanes : (Mask(1) << lanes) - 1;
+    warp.paths.assign(1, {0, warp.live});
+    warp.current = 0;
+    warp.registers.resize(kernel.slots + 2);
+    warp.defined.assign(kernel.slots + 2, 0);
+    warp.local.assign(size_t(kernel.local_bytes) * kLanes, 0xff);
+    warp.clock = clock + 1;
+    warp.seen.fill(clock);
+    warp.async_groups.clear();
+    warp.async_open.clear();
+    for (const Constant& constant : kernel.constants) {
+      for (int l = 0; l < kLanes; l++) {
+        if (constant.wide)
+          warp.cells<uint64_t>(constant.slot)[l] = constant.value;
+        else
+          warp.cells<uint32_t>(constant.slot)[l] = constant.value;
+      }
+      warp.defined[constant.slot] = kAllLanes;
+    }
+    specials(warp);
+  }
+}
+
+void Block::specials(Warp& warp) {
+  const Dim &grid = launch.config.grid, &block = launch.config.block;
+  const auto value = [&](const std::string& name, uint32_t lane) -> uint64_t {
+    const uint64_t thread = warp.id * kLanes + lane, bit = uint64_t(1) << lane;
+    if (name == "%tid.x") return thread % block.x;
+    if (name == "%tid.y") return thread / block.x % block.y;
+    if (name == "%tid.z") return thread / block.x / block.y;
+    if (name == "%ntid.x") return block.x;
+    if (name == "%ntid.y") return block.y;
+    if (name == "%ntid.z") return block.z;
+    if (name == "%ctaid.x") return index.x;
+    if (name == "%ctaid.y") return index.y;
+    if (name == "%ctaid.z") return index.z;
+    if (name == "%nctaid.x") return grid.x;
+    if (name == "%nctaid.y") return grid.y;
+    if (name == "%nctaid.z") return grid.z;
+    if (name == "%laneid") return lane;
+    if (name == "%warpid") return warp.id;
+    if (name == "%nwarpid") return warps.size();
+    if (name == "%lanemask_eq") return bit;
+    if (name == "%lanemask_lt") return bit - 1;
+    if (name == "%lanemask_le") return 2 * bit - 1;
+    if (name == "%lanemask_gt") return uint32_t(~(2 * bit - 1));
+    if (name == "%lanemask_ge") return uint32_t(~(bit - 1));
+    if (name == "%dynamic_smem_size") return launch.config.dynamic_shared;
+    if (name == "%total_smem_size") return launch.shared_bytes;
+    if (name == "dynamic_shared" || name == "dynamic_shared64") return launch.dynamic_at;
+    return 0;  // clocks, and which multiprocessor this is
+  };
+  for (const Special& special : kernel.specials) {
+    const bool wide = special.name == "dynamic_shared64" || special.name == "%clock64" ||
+                      special.name == "%globaltimer";
+    for (int l = 0; l < kLanes; l++) {
+      if (wide)
+        warp.cells<uint64_t>(special.slot)[l] = value(special.name, l);
+      else
+        warp.cells<uint32_t>(special.slot)[l] = value(special.name, l);
+    }
+    warp.defined[special.slot] = kAllLanes;
+  }
+}
+
+// Joins paths that met, and takes the one that is furthest behind: so paths meet again.
+bool Block::choose(Warp& warp) {
+  std::vector<Path>& paths = warp.paths;
+  if (paths.size() == 1) {
+    warp.current = 0;
+    return paths[0].waiting == Path::no;
+  }
+  for (size_t a = 0; a < paths.size(); a++) {
+    for (size_t b = a + 1; b < paths.size();) {
+      if (paths[a].pc != paths[b].pc) {
+        b++;
+        continue;
+      }
+      paths[a].lanes |= paths[b].lanes;
+      paths[a].waiting = Path::no;
+      paths.erase(paths.begin() + b);
+    }
+  }
+  size_t best = paths.size();
+  for (size_t p = 0; p < paths.size(); p++)
+    if (paths[p].waiting == Path::no && (best == paths.size() || paths[p].pc < paths[best].pc)) best = p;
+  // A lane may wait for what another lane does later in the program: let that one run at times.
+  if (best < paths.size() && ++warp.turns % 1024 == 0) {
+    do best = launch.random() % paths.size();
+    while (paths[best].waiting != Path::no);
+  }
+  warp.current = best;
+  return best < paths.size();
+}
+
+// Whether every lane is here that i needs.
+bool Block::gathered(Warp& warp, const Instruction& i, Mask lanes) {
+  if (i.together == Together::live) return lanes == warp.live;
+  warp.need(i.members, lanes, "the mask of lanes");
+  const uint32_t* masks = warp.cells<uint32_t>(i.members);
+  const Mask members = masks[std::countr_zero(lanes)];
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int lane = std::countr_zero(rest);
+    if (masks[lane] != members) fault(lane, "lanes name different masks of lanes");
+    if (!(members >> lane & 1)) fault(lane, "this lane is not in the mask of lanes that it names");
+  }
+  return (lanes & members & warp.live) == (members & warp.live);
+}
+
+bool Block::step(Warp& warp, uint64_t budget) {
+  const Instruction* code = kernel.code.data();
+  launch.warp = &warp;
+  bool moved = false;
+  while (budget > 0) {
+    if (warp.paths.empty() || !choose(warp)) return moved;
+    const bool alone = warp.paths.size() == 1;
+    uint32_t meet = ~0u;  // where the next of the others is
+    for (const Path& other : warp.paths)
+      if (other.pc > warp.path().pc) meet = std::min(meet, other.pc);
+    while (budget > 0) {
+      Path& path = warp.path();
+      const Instruction& i = code[path.pc];
+      launch.pc = path.pc;
+      Mask lanes = path.lanes;
+      if (i.guarded) {
+        warp.need(i.guard, lanes, "the predicate that guards this");
+        lanes &= i.guard_negated ? ~warp.predicate(i.guard) : warp.predicate(i.guard);
+      }
+      if (lanes) {
+        if (i.together != Together::no && !gathered(warp, i, lanes)) {
+          if (lanes != path.lanes) {  // the others go on
+            const Path others{path.pc + 1, path.lanes & ~lanes};
+            path.lanes = lanes;
+            path.waiting = Path::for_lanes;
+            warp.paths.push_back(others);
+          } else {
+            path.waiting = Path::for_lanes;
+          }
+          break;
+        }
+        launch.counts.by_kind[i.kind]++;
+        launch.counts.instructions++;
+        budget--;
+        moved = true;
+        if (i.execute(warp, i, lanes) != Flow::next) break;
+      }
+      const uint32_t pc = ++warp.path().pc;
+      if (!alone && pc >= meet) break;
+    }
+  }
+  return moved;
+}
+
+void Block::arrive(Warp& warp, uint32_t number, uint32_t threads, bool waits) {
+  Barrier& barrier = barriers[number];
+  if (barrier.threads && barrier.wanted != threads)
+    fault(-1, "warps wait at barrier ", number, " for different numbers of threads: ", barrier.wanted, " and ", threads);
+  if (threads % kLanes) fault(-1, "a barrier of ", threads, " threads, wanted a multiple of ", kLanes);
+  if (barrier.waiting >> warp.id & 1) fault(-1, "a warp arrives twice at barrier ", number);
+  barrier.threads += kLanes;
+  barrier.wanted = threads;
+  for (size_t w = 0; w < warps.size(); w++) barrier.seen[w] = std::max(barrier.seen[w], warp.seen[w]);
+  barrier.seen[warp.id] = warp.clock;
+  warp.synchronise();
+  if (waits) {
+    barrier.waiting |= 1u << warp.id;
+    warp.path().waiting = Path::for_barrier;
+  }
+  complete(barrier);
+}
+
+void Block::complete(Barrier& barrier) {
+  uint32_t wanted = barrier.wanted;
+  if (wanted == 0) {
+    for (const Warp& warp : warps) wanted += warp.live ? kLanes : 0;
+  }
+  if (barrier.threads == 0 || barrier.threads < wanted) return;
+  for (Warp& warp : warps) {
+    if (!(barrier.waiting >> warp.id & 1)) continue;
+    for (size_t w = 0; w < warps.size(); w++)
+      if (int(w) != warp.id) warp.seen[w] = std::max(warp.seen[w], barrier.seen[w]);
+    Path& path = warp.path();
+    const Instruction& i = kernel.code[path.pc];
+    if (i.dsts) {  // bar.red; option: 0 popc, 1 and, 2 or
+      if (i.option == 0) {
+        for (int l = 0; l < kLanes; l++) warp.cells<uint32_t>(i.dst[0])[l] = barrier.count;
+        warp.define(i.dst[0], path.lanes, kAllLanes);
+      } else {
+        warp.set_predicate(i.dst[0], (i.option == 1 ? barrier.all : barrier.any) ? kAllLanes : 0, path.lanes,
+                           kAllLanes);
+      }
+    }
+    path.waiting = Path::no;
+    path.pc++;
+  }
+  barrier = {};
+}
+
+// Lanes that wait for others, and whole warps that wait at barriers, may wait no longer.
+void Block::exited(Warp& warp) {
+  for (Path& path : warp.paths)
+    if (path.waiting == Path::for_lanes) path.waiting = Path::no;
+  if (warp.live == 0)
+    for (Barrier& barrier : barriers) complete(barrier);
+}
+
+Flow exit_lanes(Warp& warp, const Instruction&, Mask lanes) {
+  warp.live &= ~lanes;
+  Path& path = warp.path();
+  path.lanes &= ~lanes;
+  if (path.lanes)
+    path.pc++;
+  else
+    warp.paths.erase(warp.paths.begin() + warp.current);
+  warp.block->exited(warp);
+  return Flow::jump;
+}
+
+void Block::stuck() {
+  std::string what;
+  for (Warp& warp : warps) {
+    for (const Path& path : warp.paths) {
+      const Statement& s = kernel.statements[kernel.code[path.pc].statement];
+      what += "\n  warp " + std::to_string(warp.id) + (path.waiting == Path::for_lanes ? ", some lanes," : "") +
+              " waits at PTX line " + std::to_string(s.line) + ", " + kernel.module->files.at(s.location.file) + ":" +
+              std::to_string(s.location.line) + ": " + s.text;
+      launch.warp = &warp;
+      launch.pc = path.pc;
+    }
+  }
+  for (Warp& warp : warps) {
+    if (warp.paths.size() < 2) continue;
+    launch.warp = &warp;
+    launch.pc = warp.paths[0].pc;
+    fault(std::countr_zero(warp.paths[0].lanes), "lanes of a warp wait for each other at different places:", what);
+  }
+  fault(-1, "deadlock: no warp can go on:", what);
+}
+
+bool Block::run() {
+  Mask live = 0;
+  bool moved = false;
+  for (const Warp& warp : warps) live |= warp.live ? 1u << warp.id : 0;
+  if (!live) return false;
+  if (launch.options.seed == 0) {
+    for (Warp& warp : warps) moved |= warp.live && step(warp, 1 << 16);
+  } else {
+    // As many turns as there are warps, in any order.
+    for (size_t turn = 0; turn < warps.size(); turn++) {
+      Warp& warp = warps[launch.random() % warps.size()];
+      if (warp.live) moved |= step(warp, 1 + launch.random() % 64);
+    }
+    if (!moved)
+      for (Warp& warp : warps) moved |= warp.live && step(warp, 1 + launch.random() % 64);
+  }
+  if (!moved) {
+    // Lanes that wait for each other with bar.warp.sync may do so at different places.
+    for (Warp& warp : warps) {
+      Mask there = 0, members = 0;
+      for (const Path& path : warp.paths) {
+        const Instruction& i = kernel.code[path.pc];
+        if (path.waiting != Path::for_lanes || !i.atomic) continue;
+        there |= path.lanes;
+        members |= warp.cells<uint32_t>(i.members)[std::countr_zero(path.lanes)];
+      }
+      if (!there || (members & warp.live & ~there)) continue;
+      for (Path& path : warp.paths) {
+        if (path.waiting != Path::for_lanes || !kernel.code[path.pc].atomic) continue;
+        path.waiting = Path::no;
+        path.pc++;
+        moved = true;
+      }
+      warp.synchronise();
+    }
+  }
+  for (const Warp& warp : warps) moved |= warp.live == 0 && (live >> warp.id & 1);
+  if (!moved) stuck();
+  if (launch.counts.instructions > launch.options.max_instructions)
+    fault(-1, "no end: ", launch.counts.instructions, " instructions executed");
+  return true;
+}
+
+// ------------------------------------------------------------------------------------------------------------ Launch
+
+Launch::Launch(const Kernel& kernel, const LaunchConfig& config, GlobalMemory& memory, const Options& options)
+    : kernel(kernel), config(config), memory(memory), options(options), random(options.seed) {
+  dynamic_at = (kernel.static_shared + kernel.dynamic_align - 1) / kernel.dynamic_align * kernel.dynamic_align;
+  shared_bytes = dynamic_at + config.dynamic_shared;
+  warps = (config.block.count() + kLanes - 1) / kLanes;
+}
+
+BankConflicts& Launch::banks(const Instruction& i) { return banks_[i.kind]; }
+
+void Launch::run() {
+  const uint64_t blocks = config.grid.count();
+  counts.by_kind.assign(kinds().size(), 0);
+  banks_.assign(kinds().size(), {});
+  memory.begin_launch(blocks);
+  std::vector<uint32_t> order(blocks);
+  std::iota(order.begin(), order.end(), 0);
+  if (options.seed) std::shuffle(order.begin(), order.end(), random);
+  const size_t together = std::min<uint64_t>(blocks, options.seed ? 1 + random() % 3 : 1);
+  std::vector<std::unique_ptr<Block>> resident;
+  size_t next = 0;
+  for (size_t b = 0; b < together; b++) {
+    resident.push_back(std::make_unique<Block>(*this));
+    resident.back()->start(order[next++]);
+  }
+  try {
+    while (!resident.empty()) {
+      const size_t b = resident.size() == 1 ? 0 : random() % resident.size();
+      if (resident[b]->run()) continue;
+      if (next < blocks)
+        resident[b]->start(order[next++]);
+      else
+        resident.erase(resident.begin() + b);
+    }
+  } catch (const Fault& error) {
+    throw Fault(error.lane, report(error));
+  }
+  for (size_t kind = 0; kind < banks_.size(); kind++)
+    if (banks_[kind].accesses) counts.shared[kinds()[kind]] = banks_[kind];
+  counts.global = memory.traffic;
+}
+
+std::string demangled(const std::string& name) {
+  int status = 0;
+  char* text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status);
+  const std::string readable = status == 0 ? text : name;
+  std::free(text);
+  return readable;
+}
+
+std::string Launch::report(const Fault& error) const {
+  std::ostringstream text;
+  text << error.what() << "\n  kernel  " << demangled(kernel.name);
+  if (warp && pc < kernel.code.size()) {
+    const Statement& s = kernel.statements[kernel.code[pc].statement];
+    const auto file = [&](uint32_t number) {
+      const auto found = kernel.module->files.find(number);
+      return found == kernel.module->files.end() ? std::string("?") : found->second;
+    };
+    text << "\n  source  " << file(s.location.file) << ":" << s.location.line;
+    if (s.location.inlined_line)
+      text << ", inlined at " << file(s.location.inlined_file) << ":" << s.location.inlined_line;
+    text << "\n  PTX     line " << s.line << ": " << s.text;
+    const Dim &b = warp->block->index, &size = config.block;
+    text << "\n  block   (" << b.x << ", " << b.y << ", " << b.z << "), warp " << warp->id;
+    if (error.lane >= 0) {
+      const uint64_t thread = warp->id * kLanes + error.lane;
+      text << ", lane " << error.lane << ", thread (" << thread % size.x << ", " << thread / size.x % size.y << ", "
+           << thread / size.x / size.y << ")";
+    }
+  }
+  text << "\n  seed    " << options.seed;
+  return text.str();
+}
+
+}  // namespace interpreter

@@ -1,0 +1,171 @@
+// Blocks of warps, and how a kernel runs on them.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "fault.h"
+#include "memory.h"
+#include "program.h"
+#include "shared.h"
+
+namespace interpreter {
+
+struct Dim {
+  uint32_t x = 1, y = 1, z = 1;
+  uint64_t count() const { return uint64_t(x) * y * z; }
+};
+
+// Lanes of a warp that are at the same instruction.
+struct Path {
+  enum Waiting : uint8_t { no, for_lanes, for_barrier };
+  uint32_t pc;
+  Mask lanes;
+  Waiting waiting = no;
+};
+
+struct alignas(128) Slot {
+  uint32_t lane[kLanes];
+};
+
+struct AsyncCopy {
+  uint32_t to;
+  uint8_t size, lane;
+  uint8_t bytes[16];
+};
+
+class Block;
+
+struct Warp {
+  Block* block = nullptr;
+  int id = 0;
+  Mask live = 0;  // lanes that have not exited
+  std::vector<Path> paths;
+  size_t current = 0;  // of paths
+
+  std::vector<Slot> registers;
+  std::vector<Mask> defined;  // of each register, the lanes in which it has a value
+  std::vector<uint8_t> local;
+
+  // Races: this warp's clock, and what it has seen of each warp's. Of its own it has seen what its lanes did before
+  // they last synchronised.
+  uint32_t clock = 1;
+  std::array<uint32_t, 32> seen{};
+
+  std::vector<std::vector<AsyncCopy>> async_groups;  // committed, in order
+  std::vector<AsyncCopy> async_open;
+  uint64_t turns = 0;
+
+  Path& path() { return paths[current]; }
+  template <class T> Cell<T>* cells(uint32_t slot) { return reinterpret_cast<Cell<T>*>(registers[slot].lane); }
+  Mask& predicate(uint32_t slot) { return registers[slot].lane[0]; }
+  template <class T> T value(uint32_t slot, int lane) { return from_cell<T>(cells<T>(slot)[lane]); }
+
+  // The lanes in which every source is defined.
+  Mask known(const Instruction& i) const {
+    Mask all = kAllLanes;
+    for (int s = 0; s < i.srcs; s++) all &= defined[i.src[s]];
+    return all;
+  }
+  void define(uint32_t slot, Mask lanes, Mask known) {
+    defined[slot] = (defined[slot] & ~lanes) | (known & lanes);
+  }
+  void need(uint32_t slot, Mask lanes, const char* what);
+  void set_predicate(uint32_t slot, Mask value, Mask lanes, Mask known) {
+    predicate(slot) = (predicate(slot) & ~lanes) | (value & lanes);
+    define(slot, lanes, known);
+  }
+  // The address of each lane that executes i, in the order of its sources.
+  void addresses(const Instruction& i, Mask lanes, uint64_t* to, size_t source = 0);
+  // Everything that lanes did before is seen by all lanes of the warp after.
+  void synchronise() { seen[id] = clock++; }
+};
+
+struct Options {
+  uint64_t seed = 0;  // 0: warps and blocks in order, each as far as it goes
+  uint64_t max_instructions = uint64_t(4) << 30;
+};
+
+struct Counts {
+  std::vector<uint64_t> by_kind;
+  uint64_t instructions = 0, mmas = 0;
+  std::map<std::string, BankConflicts> shared;
+  Traffic global;
+};
+
+struct LaunchConfig {
+  Dim grid, block;
+  uint32_t dynamic_shared = 0;
+  std::vector<uint8_t> params;
+};
+
+class Launch;
+
+class Block {
+ public:
+  explicit Block(Launch& launch);
+  void start(uint64_t index);
+  // Runs a little. False when the block has ended.
+  bool run();
+
+  Launch& launch;
+  const Kernel& kernel;
+  Dim index;
+  uint32_t linear = 0;
+  SharedMemory shared;
+  std::vector<Warp> warps;
+
+  void arrive(Warp& warp, uint32_t barrier, uint32_t threads, bool waits);
+  // Some lanes of a warp have ended.
+  void exited(Warp& warp);
+  // Of bar.red: what all of the block's threads agree on.
+  struct Barrier {
+    uint32_t threads = 0, wanted = 0;
+    uint32_t arrived = 0, waiting = 0;  // warps
+    std::array<uint32_t, 32> seen{};
+    uint32_t count = 0, all = 1, any = 0;  // of bar.red
+    uint32_t result_count = 0, result_all = 1, result_any = 0;
+  };
+  Barrier barriers[16];
+
+ private:
+  bool step(Warp& warp, uint64_t budget);
+  bool choose(Warp& warp);
+  void complete(Barrier& barrier);
+  void specials(Warp& warp);
+  [[noreturn]] void stuck();
+  bool gathered(Warp& warp, const Instruction& i, Mask lanes);
+};
+
+// One kernel<<<...>>>.
+class Launch {
+ public:
+  Launch(const Kernel& kernel, const LaunchConfig& config, GlobalMemory& memory, const Options& options);
+  void run();
+
+  const Kernel& kernel;
+  const LaunchConfig& config;
+  GlobalMemory& memory;
+  Options options;
+  Counts counts;
+  std::mt19937_64 random;
+  // Where a fault happened.
+  const Warp* warp = nullptr;
+  uint32_t pc = 0;
+  uint32_t shared_bytes = 0, dynamic_at = 0, warps = 0;
+
+  BankConflicts& banks(const Instruction& i);
+  std::string report(const Fault& fault) const;
+
+ private:
+  std::vector<BankConflicts> banks_;  // by kind
+};
+
+std::string demangled(const std::string& name);
+
+}  // namespace interpreter

@@ -1,0 +1,79 @@
+// Global memory: which bytes there are, what may be done with them, and who did it in this launch.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace interpreter {
+
+// Of a byte.
+enum : uint8_t { kReadable = 1, kWritable = 2, kWritten = 4 };
+
+enum class Access : uint8_t { read, write, atomic };
+
+// What lies between two addresses: a tensor, or tensors that are views of one memory.
+struct Region {
+  uint64_t begin, end;
+  std::string name;
+  std::vector<uint8_t> flags;
+  // Who wrote or read a byte last: the launch's stamp + its block, + kAtomic; kMany for readers of several blocks.
+  std::vector<uint32_t> writer, reader;
+  bool host_may_have_written = false;
+};
+
+struct Traffic {
+  uint64_t bytes_read = 0, bytes_written = 0;                    // as the lanes asked
+  uint64_t distinct_bytes_read = 0, distinct_bytes_written = 0;  // in a launch
+  uint64_t sectors = 0, ideal_sectors = 0, accesses = 0;         // of 32 bytes
+};
+
+class GlobalMemory {
+ public:
+  static constexpr uint8_t kPoison = 0xff;
+
+  void clear();
+  // A tensor: its bytes are those of its elements, not those between its rows. strides are in elements. flags are of its
+  // bytes.
+  void declare(const std::string& name, uint64_t data, const std::vector<int64_t>& sizes,
+               const std::vector<int64_t>& strides, int64_t item, uint8_t flags);
+  // Memory of the operator's own, as long as it lives. Every byte of it is kPoison.
+  void allocate(const std::string& name, uint64_t data, uint64_t bytes);
+  void release(uint64_t data);
+  // Bytes of an allocation that are no longer poison when the device first runs were written by the host.
+  void note_host_writes();
+  // A write by the host through the runtime: memset, memcpy.
+  void host_write(uint64_t data, uint64_t bytes);
+  void host_read(uint64_t data, uint64_t bytes);
+  // The first element that was never written, or -1.
+  int64_t unwritten(uint64_t data, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                    int64_t item) const;
+
+  void begin_launch(uint32_t blocks);
+
+  // Checks an access by a lane of a block; the bytes are at the address.
+  void check(int lane, uint32_t block, uint64_t address, uint32_t size, Access access);
+  // Counts what the lanes of one warp accessed together.
+  void count(const uint64_t* addresses, uint32_t mask, uint32_t size, Access access);
+
+  Traffic traffic;
+
+ private:
+  static constexpr uint32_t kAtomic = 1u << 31;
+
+  Region* find(uint64_t address);
+  const Region* find(uint64_t address) const;
+  std::string nearest(uint64_t address) const;
+  std::string describe(const Region& region, uint64_t address) const;
+  template <uint32_t kSize> bool check_bytes(uint32_t me, Region& region, uint64_t at, Access access);
+  [[noreturn]] void explain(int lane, uint32_t me, const Region& region, uint64_t address, uint32_t size,
+                            Access access) const;
+
+  std::vector<std::unique_ptr<Region>> regions_;  // by address
+  Region* last_ = nullptr;
+  uint32_t stamp_ = 0;  // of this launch: readers of several blocks have it, block b has stamp + 1 + b
+  uint32_t next_stamp_ = 1;
+};
+
+}  // namespace interpreter

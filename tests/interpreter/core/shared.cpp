@@ -1,0 +1,153 @@
+#include "shared.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "fault.h"
+#include "machine.h"
+
+namespace interpreter {
+
+constexpr uint32_t kInFlight = ~0u;  // the clock of an asynchronous copy that has not been waited for: nobody saw it
+
+void SharedMemory::begin_launch(uint32_t bytes, uint32_t warps, uint32_t cell) {
+  size_ = bytes;
+  warps_ = (warps + 7) / 8 * 8;
+  cell_ = cell;
+  cell_shift_ = std::countr_zero(cell);
+  bytes_.assign(bytes + 2048, 0);
+  shift_ = (1024 - reinterpret_cast<uint64_t>(bytes_.data()) % 1024) % 1024;
+  written_.assign(bytes + 16, 0);
+  cells_.assign(bytes / cell + 16, {});
+  reads_.assign((bytes / cell + 16) * size_t(warps_), 0);
+}
+
+void SharedMemory::begin_block() {
+  std::memset(data(), 0xff, size_);
+  std::fill(written_.begin(), written_.end(), 0);
+  for (Cell& cell : cells_)
+    if (cell.clock == kInFlight) cell.clock = 0;
+}
+
+void SharedMemory::race(const Warp& warp, int lane, uint32_t cell, const std::string& what) const {
+  fault(lane, "race on shared memory: warp ", warp.id, " ", what, ", at shared + ", cell * cell_, " bytes");
+}
+
+// The last write of a cell is not known to be over.
+void SharedMemory::after_write(const Warp& warp, int lane, uint32_t index, bool write) const {
+  const Cell& cell = cells_[index];
+  const std::string verb = write ? "writes" : "reads", writer = std::to_string(cell.warp);
+  if (cell.clock == kInFlight)
+    race(warp, lane, index, verb + " where a cp.async of warp " + writer + " has not been waited for");
+  if (cell.warp != warp.id)
+    race(warp, lane, index, verb + " what warp " + writer + " wrote, without a barrier between");
+  if (lane < 0 || cell.lane != lane)
+    race(warp, lane, index, verb + " what another of its lanes wrote, without __syncwarp between");
+}
+
+void SharedMemory::after_reads(const Warp& warp, int lane, uint32_t index) const {
+  const uint32_t* reads = &reads_[size_t(index) * warps_];
+  for (uint32_t other = 0; other < warps_; other++)
+    if (int(other) != warp.id && reads[other] > warp.seen[other])
+      race(warp, lane, index, "overwrites what warp " + std::to_string(other) + " read, without a barrier between");
+  race(warp, lane, index, "overwrites what another of its lanes read, without __syncwarp between");
+}
+
+inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, bool write, bool atomic) {
+  Cell& cell = cells_[index];
+  const uint8_t lane8 = lane < 0 ? kSeveral : lane;
+  if (cell.clock > warp.seen[cell.warp] && !(atomic && cell.writer == Writer::atomic))
+    after_write(warp, lane, index, write);
+  uint32_t* reads = &reads_[size_t(index) * warps_];
+  if (!write) {
+    const bool again = reads[warp.id] == warp.clock;
+    cell.reader = again && cell.reader != lane8 ? kSeveral : lane8;
+    reads[warp.id] = warp.clock;
+    return;
+  }
+  // Of its own reads a lane knows.
+  const uint32_t own = reads[warp.id];
+  if (cell.reader == lane8 && lane8 != kSeveral) reads[warp.id] = 0;
+  for (uint32_t base = 0; base < warps_; base += 8) {
+    uint32_t later = 0;
+    for (uint32_t other = base; other < base + 8; other++) later |= reads[other] > warp.seen[other];
+    if (later) after_reads(warp, lane, index);
+  }
+  reads[warp.id] = own;
+  cell = {warp.clock, uint8_t(warp.id), lane8, atomic ? Writer::atomic : Writer::plain, cell.reader};
+}
+
+template <uint32_t kSize>
+void SharedMemory::check_sized(Warp& warp, int lane, uint32_t address, bool write, bool atomic) {
+  const uint32_t last = (address + kSize - 1) >> cell_shift_;
+  for (uint32_t cell = address >> cell_shift_; cell <= last; cell++) check_cell(warp, lane, cell, write, atomic);
+  if (write && !atomic) {
+    std::memset(&written_[address], 0xff, kSize);
+  } else {
+    uint8_t all = 0xff;
+    for (uint32_t b = 0; b < kSize; b++) all &= written_[address + b];
+    if (!all) fault(lane, "read of uninitialised shared memory at shared + ", address, " bytes");
+  }
+}
+
+void SharedMemory::check(Warp& warp, int lane, uint64_t address, uint32_t size, bool write, bool atomic) {
+  if (address + size > size_)
+    fault(lane, "shared ", write ? "write" : "read", " of ", size, " bytes out of bounds: at ", address, " of ", size_,
+          " bytes");
+  if (address % size) fault(lane, "misaligned shared access of ", size, " bytes at shared + ", address, " bytes");
+  switch (size) {
+    case 1: return check_sized<1>(warp, lane, address, write, atomic);
+    case 2: return check_sized<2>(warp, lane, address, write, atomic);
+    case 4: return check_sized<4>(warp, lane, address, write, atomic);
+    case 8: return check_sized<8>(warp, lane, address, write, atomic);
+    default: return check_sized<16>(warp, lane, address, write, atomic);
+  }
+}
+
+void SharedMemory::begin_async(Warp& warp, int lane, uint64_t address, uint32_t size) {
+  check(warp, lane, address, size, true);
+  for (uint32_t cell = address / cell_; cell <= (address + size - 1) / cell_; cell++) {
+    cells_[cell].clock = kInFlight;
+    cells_[cell].writer = Writer::async;
+  }
+  std::memset(data() + address, 0xff, size);
+  std::memset(&written_[address], 0, size);
+}
+
+void SharedMemory::end_async(Warp& warp, int lane, uint32_t address, uint32_t size) {
+  for (uint32_t cell = address / cell_; cell <= (address + size - 1) / cell_; cell++)
+    cells_[cell] = {warp.clock, uint8_t(warp.id), uint8_t(lane), Writer::plain, cells_[cell].reader};
+  std::memset(&written_[address], 0xff, size);
+}
+
+void count_banks(BankConflicts& counts, const uint64_t* addresses, uint32_t mask, uint32_t size) {
+  // Lanes take turns so that a turn can move 128 bytes: all, half of them, a quarter.
+  const uint32_t unit = std::max(size, 4u), groups = 128 / unit, per_turn = std::min(groups, 32u);
+  counts.accesses++;
+  for (uint32_t first = 0; first < 32; first += per_turn) {
+    uint32_t turn = mask >> first & (per_turn == 32 ? ~0u : (1u << per_turn) - 1);
+    if (!turn) continue;
+    counts.ideal++;
+    // A pass serves one unit of each group of banks; the lanes that want that very unit are served together.
+    while (turn) {
+      uint64_t served[32];
+      uint32_t busy = 0, left = 0;
+      for (uint32_t rest = turn; rest; rest &= rest - 1) {
+        const int lane = std::countr_zero(rest);
+        const uint64_t at = addresses[first + lane] / unit;
+        const uint32_t group = at % groups;
+        if (busy >> group & 1) {
+          left |= served[group] == at ? 0 : 1u << lane;
+        } else {
+          busy |= 1u << group;
+          served[group] = at;
+        }
+      }
+      counts.wavefronts++;
+      turn = left;
+    }
+  }
+}
+
+}  // namespace interpreter

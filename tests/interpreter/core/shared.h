@@ -1,0 +1,62 @@
+// The shared memory of a block: its bytes, which of them were written, and who may have raced for them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace interpreter {
+
+struct Warp;
+
+// By what a cell was written last.
+enum class Writer : uint8_t { plain, atomic, async };
+
+struct BankConflicts {
+  uint64_t accesses = 0;    // by a warp
+  uint64_t wavefronts = 0;  // passes over the banks
+  uint64_t ideal = 0;       // the fewest that such accesses take
+};
+
+// Races are found by vector clocks. A warp's clock counts its synchronisations; what a warp has seen of the others
+// travels with barriers. An access is ordered after another if its warp has seen the clock of that.
+class SharedMemory {
+ public:
+  void begin_launch(uint32_t bytes, uint32_t warps, uint32_t cell);
+  void begin_block();
+
+  uint8_t* data() { return bytes_.data() + shift_; }
+  uint32_t size() const { return size_; }
+
+  // lane -1: the warp as a whole, as ldmatrix does.
+  void check(Warp& warp, int lane, uint64_t address, uint32_t size, bool write, bool atomic = false);
+  // An asynchronous copy is under way to there, and has arrived.
+  void begin_async(Warp& warp, int lane, uint64_t address, uint32_t size);
+  void end_async(Warp& warp, int lane, uint32_t address, uint32_t size);
+
+ private:
+  struct Cell {
+    uint32_t clock;
+    uint8_t warp, lane;
+    Writer writer;
+    uint8_t reader;  // the lane of the last reading warp, or kSeveral
+  };
+  static constexpr uint8_t kSeveral = 0xff;
+
+  template <uint32_t kSize> void check_sized(Warp& warp, int lane, uint32_t address, bool write, bool atomic);
+  void check_cell(Warp& warp, int lane, uint32_t cell, bool write, bool atomic);
+  void after_write(const Warp& warp, int lane, uint32_t cell, bool write) const;
+  [[noreturn]] void after_reads(const Warp& warp, int lane, uint32_t cell) const;
+  [[noreturn]] void race(const Warp& warp, int lane, uint32_t cell, const std::string& what) const;
+
+  std::vector<uint8_t> bytes_;
+  uint32_t shift_ = 0, size_ = 0, warps_ = 1, cell_ = 4, cell_shift_ = 2;
+  std::vector<uint8_t> written_;
+  std::vector<Cell> cells_;
+  std::vector<uint32_t> reads_;  // [cell][warps_], the clock of each warp's last read
+};
+
+// How often the banks must be passed for addresses of one warp. size: bytes a lane.
+void count_banks(BankConflicts& counts, const uint64_t* addresses, uint32_t mask, uint32_t size);
+
+}  // namespace interpreter

@@ -1,0 +1,83 @@
+// Names and places while a kernel is translated.
+#pragma once
+
+#include <map>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "program.h"
+
+namespace interpreter {
+
+// What a name stands for: a register, or a number: where a variable lies in its space.
+struct Symbol {
+  bool is_register = false;
+  Register reg{};
+  Space space = Space::generic;
+  uint64_t value = 0;
+  std::string special;  // known when a block starts
+};
+
+struct Scope {
+  int id = 0;
+  bool function = false;
+  std::unordered_map<std::string, Symbol> symbols;
+  std::unordered_map<std::string, RegisterClass> ranges;
+};
+
+class Translator {
+ public:
+  explicit Translator(Kernel& kernel) : kernel_(kernel) {}
+  void translate(const Function& entry);
+
+  Kernel& kernel() { return kernel_; }
+  const Module& module() const { return *kernel_.module; }
+  uint32_t add_slots(bool wide);
+  uint32_t constant(uint64_t value, bool wide);
+  uint32_t special(const std::string& name, bool wide);
+  Symbol* find(const std::string& name);
+  bool in_call() const { return !calling_.empty(); }
+  // The instruction that was added last goes there.
+  void branch_to(const std::string& label);
+  // The number of the table of a brx.
+  uint32_t branch_table(const std::string& label);
+
+ private:
+  struct Branch {
+    size_t at;  // of the code; of an entry of a table where that is not -1
+    int table, entry;
+    std::vector<int> scopes;
+    std::string label;
+  };
+
+  void walk(const Function&);
+  void declare(const std::string& text);
+  Instruction& add(const Statement&);
+  void instruction(const Statement&);
+  void call(const Statement&);
+  void make_end();
+  Symbol shared_variable(const std::string& text);
+  Symbol per_lane(const std::string& text);
+  static uint32_t place(uint32_t& end, uint32_t align, uint64_t bytes);
+  std::vector<int> scope_ids() const;
+  uint32_t find_label(const std::vector<int>& scopes, const std::string& label) const;
+
+  Kernel& kernel_;
+  std::vector<Scope> scopes_;
+  int last_scope_ = 0;
+  std::string last_label_;
+  std::map<std::pair<int, std::string>, uint32_t> labels_;
+  std::vector<Branch> branches_;
+  std::map<std::string, std::vector<std::string>> branch_targets_;
+  std::map<std::pair<uint64_t, bool>, uint32_t> constants_;
+  std::map<std::string, uint32_t> specials_;
+  std::vector<const Function*> calling_;
+};
+
+// An instruction that is an error if any lane executes it.
+void make_illegal(Instruction& out);
+
+}  // namespace interpreter
