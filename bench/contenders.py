@@ -27,12 +27,16 @@ Attend = Callable[[Tensor, Tensor, Tensor, Shape], Tensor]
 
 
 def ours(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
-    return attention(query, key, value, causal=shape.causal)
+    window = None if shape.window is None else (shape.window, None)
+    return attention(query, key, value, causal=shape.causal, window=window)
 
 
 def torchs(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
     gqa = shape.group > 1
-    return scaled_dot_product_attention(query, key, value, is_causal=shape.causal, enable_gqa=gqa)
+    if shape.window is None and (shape.queries == shape.keys or not shape.causal):
+        return scaled_dot_product_attention(query, key, value, is_causal=shape.causal, enable_gqa=gqa)
+    hidden = shape.hidden(torch.arange(shape.queries, device=query.device))
+    return scaled_dot_product_attention(query, key, value, None if hidden is None else ~hidden, enable_gqa=gqa)
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, shape: Shape, rows: Tensor | None = None) -> Tensor:
@@ -50,6 +54,8 @@ def naive(query: Tensor, key: Tensor, value: Tensor, shape: Shape, rows: Tensor 
 def flash_attn(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
     from flash_attn import flash_attn_func, flash_attn_with_kvcache  # type: ignore[import-not-found]
 
+    if shape.window is not None:
+        raise NotImplementedError("without a window, as called here")
     call = flash_attn_with_kvcache if shape.kind == "decode" else flash_attn_func
     out: Tensor = call(query.mT, key.mT, value.mT, causal=shape.causal).mT
     return out
@@ -61,8 +67,8 @@ def flashinfer(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tenso
         single_prefill_with_kv_cache,
     )
 
-    if shape.batch > 1 or shape.kind == "forward + backward":
-        raise NotImplementedError("a single request forward, as called here")
+    if shape.batch > 1 or shape.kind == "forward + backward" or shape.window is not None:
+        raise NotImplementedError("a single request forward without a window, as called here")
     if shape.kind == "decode":
         out: Tensor = single_decode_with_kv_cache(query[0, :, 0], key[0], value[0], kv_layout="HND")
         return out[None, :, None]

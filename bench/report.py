@@ -1,231 +1,103 @@
-"""Results of a run as a table, as records and as a picture."""
+"""The latest results as a page: reads the records in a folder, writes FOLDER.md beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from typing import Any
 
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-from rich import box
-from rich.table import Table
+from . import accuracy, throughput_result, traffic
+from .command import Run, parser
 
-from . import style
-from .contenders import DEFAULT, OURS
-from .record import Machine
-from .shapes import Shape
-
-UNITS = {"GB/s": 1e9, "GFLOP/s": 1e9, "TFLOP/s": 1e12}
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Result:
-    """Of one shape in one dtype: seconds a call in each round, of ours and of each peer."""
+class Part:
+    """Of the page: the records whose file names begin like that."""
 
-    suite: str
-    shape: Shape
-    dtype: str
-    work: float
-    """FLOPs, or bytes of keys and values."""
-    unit: str
-    seconds: dict[str, list[float]]
-    limit: str
-    limit_rounds: list[float]
-    """What the limit came to in each round, in `unit`."""
-    missing: dict[str, str]
-    """Peers that were not timed, with the reason."""
-
-    def rates(self, name: str) -> list[float]:
-        """Throughput in each round, in `unit`."""
-        return [self.work / seconds / UNITS[self.unit] for seconds in self.seconds[name]]
-
-    def rate(self, name: str) -> float:
-        return median(self.rates(name))
-
-    @property
-    def best_peer(self) -> str:
-        return max((name for name in self.seconds if name != OURS), key=self.rate)
-
-    def ratio(self, peer: str) -> float:
-        return self.rate(OURS) / self.rate(peer)
-
-    @property
-    def share(self) -> float:
-        """Of the limit."""
-        return self.rate(OURS) / median(self.limit_rounds)
-
-    def record(self, machine: Machine) -> dict[str, object]:
-        medians = {name: median(seconds) for name, seconds in self.seconds.items()}
-        summary = {
-            "medians": medians,
-            "rate": self.rate(OURS),
-            "share_of_limit": self.share,
-            "best_peer": self.best_peer,
-            "ratio_to_best_peer": self.ratio(self.best_peer),
-            "ratio_to_torch": self.ratio(DEFAULT),
-        }
-        return {"machine": str(machine), **asdict(self), **summary}
-
-    def rows(self, machine: Machine) -> Iterator[dict[str, object]]:
-        """One for each round of each contender, the limit among them."""
-        shape = {"machine": str(machine), "suite": self.suite, "dtype": self.dtype, **asdict(self.shape)}
-        for name, seconds in self.seconds.items():
-            for i, (time, rate) in enumerate(zip(seconds, self.rates(name), strict=True)):
-                yield {
-                    **shape,
-                    "contender": name,
-                    "round": i,
-                    "seconds": time,
-                    "rate": rate,
-                    "unit": self.unit,
-                }
-        for i, rate in enumerate(self.limit_rounds):
-            yield {
-                **shape,
-                "contender": self.limit,
-                "round": i,
-                "seconds": "",
-                "rate": rate,
-                "unit": self.unit,
-            }
+    begin: str
+    title: str
+    note: str
+    page: Callable[[Record], Iterator[str]]
 
 
-def number(x: float) -> str:
-    """Three digits."""
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+PARTS = (
+    Part("throughput", "Throughput, measured", "Medians of rounds in which all take turns.", throughput_result.page),
+    Part(
+        "traffic-model",
+        "Traffic, predicted",
+        "Bytes of a call, each byte once a kernel, by the formulas of [traffic_model.py](../bench/traffic_model.py). "
+        '"asked" is what all threads ask for; caches serve most of it. The floor is the larger of bytes / bandwidth '
+        "and FLOP / peak, kernel after kernel.",
+        traffic.model_page,
+    ),
+    Part(
+        "traffic-roofs",
+        "What the predictions take machines to be",
+        "GPUs by their data sheets, without sparsity; the CPU measured.",
+        traffic.roofs_page,
+    ),
+    Part(
+        "traffic-counted",
+        "Traffic, counted",
+        "The PTX of the real kernels, executed by an interpreter on the CPU that counts what threads read and write.",
+        traffic.counted_page,
+    ),
+    Part("traffic-cpu", "Memory, measured", "What a call took beside its inputs.", traffic.measured_page),
+    Part("traffic-cuda", "Memory and DRAM, measured", "What a call took beside its inputs.", traffic.measured_page),
+    Part(
+        "accuracy",
+        "Accuracy, measured",
+        "The largest error against float64 as a share of the largest value, the worst of each sweep. "
+        '"m from 0" and "acc not rescaled" are mistakes that the recurrence avoids: [recurrence.md](recurrence.md).',
+        accuracy.page,
+    ),
+)
 
 
-def ratio_text(ratio: float) -> str:
-    return f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}x[/]"
+def where(machine: Record) -> str:
+    processor = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads, {machine['instructions']}"
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return f"{processor}; {machine['system']}; {versions}; commit {machine['commit']}"
 
 
-def table(results: Sequence[Result]) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for header in ("dtype", "", ""):
-        made.add_column(header, no_wrap=True)
-    shape = ("batch", "heads\nq/kv", "queries\nx keys", "dim")
-    for header in (*shape, "ms", "rate", "of the\nlimit", "torch's\nms", ""):
-        made.add_column(header, justify="right", no_wrap=True)
-    made.add_column("best\npeer", no_wrap=True)
-    made.add_column("", justify="right", no_wrap=True)
-    for group in by_dtype(results).values():
-        for result in group:
-            made.add_row(*table_row(result))
-        made.add_section()
-    return made
+def section(part: Part, path: Path) -> Iterator[str]:
+    record = json.loads(path.read_text())
+    about = path.stem.removeprefix(part.begin).strip("-").replace("-", ", ")
+    yield f"## {part.title}{': ' + about if about else ''}\n"
+    yield f"{part.note}\n"
+    yield f"{record['date']}, `{record['command']}` on {where(record['machine'])}.\n"
+    for picture in (path.with_suffix(".svg"), path.with_name(f"{path.stem}-merge.svg")):
+        if picture.exists():
+            yield f"![{part.title}]({path.parent.name}/{picture.name})\n"
+    yield from part.page(record)
+    yield ""
 
 
-def table_row(result: Result) -> list[str]:
-    shape = result.shape
-    return [
-        result.dtype,
-        shape.kind,
-        "causal" if shape.causal else "",
-        f"{shape.batch}",
-        f"{shape.heads}/{shape.heads_kv}",
-        f"{shape.queries} x {shape.keys}",
-        f"{shape.dim}",
-        number(median(result.seconds[OURS]) * 1e3),
-        f"{number(result.rate(OURS))} {result.unit}",
-        f"{result.share:.0%}",
-        number(median(result.seconds[DEFAULT]) * 1e3),
-        ratio_text(result.ratio(DEFAULT)),
-        result.best_peer,
-        ratio_text(result.ratio(result.best_peer)),
+def report(folder: Path) -> str:
+    lines = [
+        "# Results\n",
+        f"Written by `python -m bench report` from the records in [{folder.name}]({folder.name}). "
+        "What is predicted says so; all else was measured or counted where its section says.\n",
     ]
+    for part in PARTS:
+        for path in sorted(folder.glob(f"{part.begin}*.json")):
+            lines += section(part, path)
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def by_dtype(results: Iterable[Result]) -> dict[str, list[Result]]:
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(result.dtype, []).append(result)
-    return groups
+def main(argv: Sequence[str]) -> None:
+    options = parser("report")
+    options.set_defaults(out=Path("docs/results"))
+    run = Run.start(options, argv)
+    path = run.options.out.with_suffix(".md")
+    path.write_text(report(run.options.out))
+    run.say(f"written: {path}")
 
 
-def closing(results: Sequence[Result]) -> Iterator[str]:
-    """A line for each dtype, then what the limits are and what was not timed."""
-    for dtype, group in by_dtype(results).items():
-        torchs = [result.ratio(DEFAULT) for result in group]
-        best = [result.ratio(result.best_peer) for result in group]
-        yield (
-            f"{dtype}: {median(torchs):.2f} x torch (worst {min(torchs):.2f}), "
-            f"{median(best):.2f} x the best peer (worst {min(best):.2f}), "
-            f"{median(result.share for result in group):.0%} of the limit; medians over {len(group)} shapes"
-        )
-    limits: dict[tuple[str, str], list[float]] = {}
-    for result in results:
-        limits.setdefault((result.limit, result.unit), []).extend(result.limit_rounds)
-    for (name, unit), rounds in limits.items():
-        yield f"limit: {name}, {number(min(rounds))} to {number(max(rounds))} {unit} (median {number(median(rounds))})"
-    missing: dict[tuple[str, str], int] = {}
-    for result in results:
-        for peer in result.missing.items():
-            missing[peer] = missing.get(peer, 0) + 1
-    for (name, reason), count in missing.items():
-        yield f"not timed: {name}, {count} of {len(results)} shapes: {reason}"
-
-
-def column(shape: Shape) -> str:
-    """Of the picture."""
-    if shape.kind == "decode":
-        return f"decode, {shape.heads} heads on {shape.heads_kv}"
-    return f"{shape.kind}, head dim {shape.dim}"
-
-
-def variant(shape: Shape) -> str:
-    """Of the shapes in a panel."""
-    return f"batch {shape.batch}" if shape.kind == "decode" else "causal" if shape.causal else "full"
-
-
-def dash(shape: Shape) -> tuple[float, Sequence[float]]:
-    return (0, (4, 1.5)) if shape.causal or shape.batch > 1 else (0, ())
-
-
-def draw(axes: Axes, results: Sequence[Result]) -> None:
-    """Throughput over the number of keys: ours, torch's and the limit's."""
-    for name in dict.fromkeys(variant(result.shape) for result in results):
-        line = sorted((r for r in results if variant(r.shape) == name), key=lambda r: r.shape.keys)
-        keys, dashes = [result.shape.keys for result in line], dash(line[0].shape)
-        limits = [median(result.limit_rounds) for result in line]
-        axes.plot(keys, limits, color=style.LIMIT, linestyle=dashes, linewidth=1.2, marker="_")
-        for contender, color in ((DEFAULT, style.PEER), (OURS, style.OURS)):
-            rates = [result.rate(contender) for result in line]
-            axes.plot(keys, rates, color=color, linestyle=dashes, marker="o")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(sorted({result.shape.keys for result in results})))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.margins(x=0.08)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel(results[0].unit)
-
-
-def legend(results: Sequence[Result]) -> list[Line2D]:
-    contenders = {OURS: style.OURS, "torch": style.PEER, "limit, measured": style.LIMIT}
-    variants = {variant(result.shape): dash(result.shape) for result in results}
-    return [
-        *(Line2D([], [], color=color, label=name) for name, color in contenders.items()),
-        *(Line2D([], [], color=style.TEXT, linestyle=dashes, label=name) for name, dashes in variants.items()),
-    ]
-
-
-def picture(results: Sequence[Result], machine: Machine, path: Path) -> None:
-    """A panel for each dtype and head dimension, or dtype and number of heads."""
-    dtypes = list(by_dtype(results))
-    columns = list(dict.fromkeys(column(result.shape) for result in results))
-    with plt.rc_context(style.RC):
-        figure, grid = style.panels(len(dtypes), len(columns))
-        for row, dtype in zip(grid, dtypes, strict=True):
-            for axes, name in zip(row, columns, strict=True):
-                draw(axes, [r for r in results if r.dtype == dtype and column(r.shape) == name])
-                axes.set_title(f"{dtype}, {name}", loc="left")
-        for axes in grid[-1]:
-            axes.set_xlabel("keys")
-        handles = legend(results)
-        figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
-        figure.supxlabel(str(machine), fontsize=8, x=0.01, ha="left")
-        style.save(figure, path)
+if __name__ == "__main__":
+    main(sys.argv[1:])

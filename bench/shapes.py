@@ -31,24 +31,32 @@ class Shape:
     keys: int
     dim: int
     causal: bool = False
+    window: int | None = None
+    """Keys before its own that a query sees."""
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
         causal = " causal" if self.causal else ""
-        return f"{self.kind} B{self.batch} H{heads} {self.queries} x {self.keys} D{self.dim}{causal}"
+        window = "" if self.window is None else f" window {self.window}"
+        return f"{self.kind} B{self.batch} H{heads} {self.queries} x {self.keys} D{self.dim}{causal}{window}"
 
     @property
     def group(self) -> int:
         """Query heads that share a key head."""
         return self.heads // self.heads_kv
 
+    def first(self, query: int) -> int:
+        """The first key that it sees. The last query sees the last key."""
+        return 0 if self.window is None else max(0, query + self.keys - self.queries - self.window)
+
+    def end(self, query: int) -> int:
+        """One behind the last key that it sees; may lie before the first."""
+        return min(query + self.keys - self.queries + 1, self.keys) if self.causal else self.keys
+
     @property
     def visible(self) -> int:
-        """Pairs of a query and a key that it sees, a head. The last query sees the last key."""
-        if not self.causal:
-            return self.queries * self.keys
-        offset = self.keys - self.queries
-        return sum(min(max(i + offset + 1, 0), self.keys) for i in range(self.queries))
+        """Pairs of a query and a key that it sees, a head."""
+        return sum(max(0, self.end(i) - self.first(i)) for i in range(self.queries))
 
     @property
     def flops(self) -> float:
@@ -71,10 +79,12 @@ class Shape:
 
     def hidden(self, rows: Tensor) -> Tensor | None:
         """[rows, keys]: True where a query does not see a key; None where each sees all."""
-        if not self.causal:
+        if not self.causal and self.window is None:
             return None
         keys = torch.arange(self.keys, device=rows.device)
-        return keys > rows[:, None] + (self.keys - self.queries)
+        own = rows[:, None] + (self.keys - self.queries)
+        hidden = (keys > own) & self.causal
+        return hidden if self.window is None else hidden | (keys < own - self.window)
 
     def inputs(self, dtype: torch.dtype, device: str) -> Inputs:
         torch.manual_seed(0)

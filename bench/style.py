@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,18 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 OURS = "#f0702a"
 PEER = "#3d8bd9"
 LIMIT = "#2a9d7a"
+MATH = "#8f6fd8"
+NAIVE = "#b08d1e"
+WRONG = "#d8436b"
+WORSE = "#c46fc0"
 TEXT = "#808894"
 
 RC: Any = {
@@ -44,16 +53,38 @@ RC: Any = {
 }
 
 
-def panels(rows: int, columns: int) -> tuple[Figure, list[list[Axes]]]:
-    """A grid of axes; apply it and all that is drawn within `plt.rc_context(RC)`."""
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(1 + 4 * columns, 1 + 2.3 * rows), squeeze=False, layout="constrained"
-    )
-    return figure, axes.tolist()
+@contextmanager
+def picture(
+    path: Path, rows: int, columns: int, caption: str, size: tuple[float, float] = (4, 2.3)
+) -> Iterator[tuple[Figure, list[list[Axes]]]]:
+    """A grid of axes of that size in inches, saved as path.png and path.svg. The caption says where it was measured."""
+    with plt.rc_context(RC):
+        inches = (1 + size[0] * columns, 1 + size[1] * rows)
+        figure, axes = plt.subplots(rows, columns, figsize=inches, squeeze=False, layout="constrained")
+        yield figure, axes.tolist()
+        figure.supxlabel(caption, fontsize=8, x=0.01, ha="left")
+        figure.savefig(path.with_suffix(".png"))
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        plt.close(figure)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """As path.png and path.svg."""
-    figure.savefig(path.with_suffix(".png"))
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    plt.close(figure)
+def shades(color: str) -> LinearSegmentedColormap:
+    """From nothing to a colour."""
+    return LinearSegmentedColormap.from_list("shades", ["#00000000", color])
+
+
+def powers(axes: Axes, values: Iterable[float]) -> None:
+    """A logarithmic x-axis with ticks at these values."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(sorted(set(values))))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:.0f}k" if x >= 10240 else f"{x:.0f}"))
+
+
+def legend(beside: Figure | Axes, looks: Mapping[str, tuple[str, Any]]) -> None:
+    """Names with their colour and dashes, above a figure or to the right of axes."""
+    handles = [Line2D([], [], color=color, linestyle=dashes, label=name) for name, (color, dashes) in looks.items()]
+    if isinstance(beside, Figure):
+        beside.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+    else:
+        beside.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -14,6 +14,9 @@ import torch
 SAMPLE_SECONDS = 0.01
 """A sample lasts at least that: a short call is repeated."""
 
+PAUSE_SECONDS = 0.03
+"""Before a sample, until threads of the one before no longer spin: they took half the machine from what came next."""
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -46,5 +49,6 @@ def interleaved(calls: Mapping[str, Timed], device: str, rounds: int) -> dict[st
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(calls), len(calls)):
+            time.sleep(PAUSE_SECONDS)
             times[name].append(seconds(calls[name], device, repeats[name]))
     return times

@@ -1,4 +1,5 @@
 import functools
+import itertools
 import os
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import interpreter
 from flashsoftmax import attention, merge
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,13 +29,37 @@ def no_cuda(operator: str) -> str | None:
     return None
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+class Interpreted(TorchDispatchMode):
+    """The operators' CUDA kernels run on the interpreter: each call with warps and copies in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = itertools.count()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if op.namespace != "flashsoftmax":
+            return op(*args, **kwargs)
+        with interpreter.session(seed=next(self.seeds)):
+            return getattr(interpreter.operators(), op._opname).default(*args, **kwargs)
+
+
+DEVICES = ["cpu", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("interpreted", "cuda"))]
+
+
+@pytest.fixture(params=DEVICES)
 def device(request):
     """Each device there may be. A module about another operator than attention names it: OPERATOR = ..."""
+    if request.param == "interpreted":
+        if reason := interpreter.unavailable():
+            pytest.skip(reason)
+        with Interpreted():
+            yield torch.device("cpu")
+        return
     reason = no_cuda(getattr(request.module, "OPERATOR", "attention")) if request.param == "cuda" else None
     if reason:
         pytest.skip(reason)
-    return torch.device(request.param)
+    yield torch.device(request.param)
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

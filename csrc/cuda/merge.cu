@@ -113,7 +113,7 @@ template <class P> struct SplitStates {
     const int64_t i = index % p.seqlen_q, h = index / p.seqlen_q % p.heads_q, b = index / p.seqlen_q / p.heads_q;
     if (index >= splits.rows) return {};
     const Sequence s = sequence(p, b);
-    return {index, s.q_batch, h, s.q_row + i, i < s.q_len};
+    return {index, s.q_batch, h, s.q_row + i, s.valid && i < s.q_len};  // else decode has written it
   }
   __device__ int64_t count() const { return splits.count; }
   __device__ int64_t dim() const { return p.head_dim_v; }

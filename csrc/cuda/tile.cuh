@@ -170,14 +170,17 @@ __device__ __forceinline__ Source<T> source(const AttentionParams& p, const Tens
   return paged;
 }
 
-// Whether the pages of keys [0, kv_len) of sequence b exist. All threads of the block ask, and get the same answer.
-__device__ __forceinline__ bool pages_exist(const AttentionParams& p, int64_t b, int64_t kv_len) {
-  if (!p.block_table) return true;
+// Whether the pages of keys [begin, end) of sequence b exist. All threads of the block ask, and get the same answer.
+__device__ __forceinline__ bool pages_exist(const AttentionParams& p, int64_t b, int64_t begin, int64_t end) {
+  if (!p.block_table || begin >= end) return true;
   const IntVector pages = p.block_table.advanced(b * p.block_table_row);
   bool missing = false;
-  for (int64_t n = threadIdx.x; n * p.page_size < kv_len; n += blockDim.x)
+  for (int64_t n = begin / p.page_size + threadIdx.x; n * p.page_size < end; n += blockDim.x)
     missing = missing || pages[n] < 0 || pages[n] >= p.pages;
   return !__syncthreads_or(missing);
+}
+__device__ __forceinline__ bool pages_exist(const AttentionParams& p, int64_t b, int64_t kv_len) {
+  return pages_exist(p, b, 0, kv_len);
 }
 
 // Rows [first, first + kRows), of which there is one, to a tile, by kThreads threads of which this is one. Begins asynchronous copies, does not
@@ -258,7 +261,7 @@ __device__ __forceinline__ void write(Target<T> to, Tile<T, kDim> from, int row,
 
 // --- products ---
 
-// sum += a b^T: rows of a from a_row on, against rows of b from b_row on. In float32 from `dims` on there are only zeros.
+// sum += a b^T: rows of a from a_row on, against rows of b from b_row on. From `dims` on there are only zeros.
 template <class T, int kDim, int kRows, int kColumns>
 __device__ __forceinline__ void multiply_transposed(Fragment<kRows, kColumns>& sum, Tile<T, kDim> a, int a_row,
                                                     Tile<T, kDim> b, int b_row, int dims = kDim) {
@@ -267,6 +270,7 @@ __device__ __forceinline__ void multiply_transposed(Fragment<kRows, kColumns>& s
     const uint32_t a_lane = a.down(a_row), b_lane = b.across(b_row);
 #pragma unroll
     for (int d = 0; d < kDim; d += 16) {
+      if (kDim == 256 && d == 192 && dims <= d) break;
       uint32_t x[kRows][4], y[4];
 #pragma unroll
       for (int r = 0; r < kRows; r++) load_matrices(x[r], (a_lane ^ d * 2) + r * 16 * kRowBytes);
@@ -326,27 +330,32 @@ __device__ __forceinline__ void multiply_transposed(Fragment<kRows, kColumns>& s
   }
 }
 
-// sum += a b: columns of a against rows of b from b_row on.
+// sum += a b: columns of a against rows of b from b_row on. From `dims` on b may have only zeros.
 template <class T, int kDim, int kRows, int kDepth, int kColumns>
 __device__ __forceinline__ void multiply(Fragment<kRows, kColumns>& sum, const Operand<T, kRows, kDepth>& a,
-                                         Tile<T, kDim> b, int b_row) {
+                                         Tile<T, kDim> b, int b_row, int dims = kDim) {
   constexpr int kRowBytes = Tile<T, kDim>::kRowBytes;
   if constexpr (!kIsFloat<T>) {
+    constexpr int kPart = kColumns == 32 ? 16 : kColumns;
     const uint32_t b_lane = b.down(b_row);
 #pragma unroll
-    for (int k = 0; k < kDepth; k += 2) {
-      uint32_t x[kRows][4], y[4];
+    for (int begin = 0; begin < kColumns; begin += kPart) {
+      if (begin > 0 && dims <= 8 * begin) break;
 #pragma unroll
-      for (int r = 0; r < kRows; r++)
+      for (int k = 0; k < kDepth; k += 2) {
+        uint32_t x[kRows][4], y[4];
 #pragma unroll
-        for (int n = 0; n < 4; n++) x[r][n] = a.x[r][k + n / 2][n % 2];
+        for (int r = 0; r < kRows; r++)
 #pragma unroll
-      for (int c = 0; c < kColumns; c += 2) {
-        load_matrices_transposed(y, (b_lane ^ c * 16) + k * 8 * kRowBytes);
+          for (int n = 0; n < 4; n++) x[r][n] = a.x[r][k + n / 2][n % 2];
 #pragma unroll
-        for (int r = 0; r < kRows; r++) {
-          mma<T>(sum.x[r][c], x[r], y[0], y[1]);
-          mma<T>(sum.x[r][c + 1], x[r], y[2], y[3]);
+        for (int c = begin; c < begin + kPart; c += 2) {
+          load_matrices_transposed(y, (b_lane ^ c * 16) + k * 8 * kRowBytes);
+#pragma unroll
+          for (int r = 0; r < kRows; r++) {
+            mma<T>(sum.x[r][c], x[r], y[0], y[1]);
+            mma<T>(sum.x[r][c + 1], x[r], y[2], y[3]);
+          }
         }
       }
     }

@@ -140,6 +140,10 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.run = run
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch would load its compiler, seconds of it
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace != NAMESPACE:

@@ -42,10 +42,11 @@ struct Backward {
 // What a block looks up now and then. It lies in shared memory to leave the registers to the gradients.
 struct BackwardBlock {
   Sequence s;
-  HeadScores head;                        // of first_head
-  int64_t kv_head, first_head, end_head;  // end_head - first_head query heads
-  int64_t own0, own1;                     // the rows of the block
-  int64_t begin, end;                     // the rows of the other side that meet them; begin is the first of a tile
+  HeadScores head;              // of the query head at hand
+  int64_t kv_head, first_head;  // and its query heads, from first_head on
+  int64_t own0, own1;           // the rows of the block
+  int64_t begin;                // the rows of the other side that meet them, from the first of a tile on
+  int heads, tiles;             // of the other side
 };
 
 // The gradients that a kernel makes. Registers hold two of 128 columns.
@@ -198,11 +199,11 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
                head_scores(p, s.band, s.q_batch, first_head),
                kv_head,
                first_head,
-               first_head + group / heads,
                own0,
                own1,
                begin,
-               end};
+               static_cast<int>(group / heads),
+               begin < end ? static_cast<int>((end - begin + kOther - 1) / kOther) : 0};
     __syncthreads();
   }
   const Sequence& s = block.s;
@@ -227,13 +228,17 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
   if constexpr (kGradValue) grad_value.fill(0);
   int stage = 0;
 #pragma unroll 1
-  for (int64_t h = block.first_head; h < block.end_head; h++)
+  for (int head = 0; head < block.heads; head++)
 #pragma unroll 1
-    for (int64_t at = block.begin; at < block.end; at += kOther) {
+    for (int tile = 0; tile < block.tiles; tile++) {
       const Tile<T, kDim> first{others + stage * 2 * Tiles::kOtherBytes}, second{first.base + Tiles::kOtherBytes};
       const uint32_t queries = rows + stage * kOther * sizeof(GradRow);  // of the other side
-      const bool last = at + kOther >= block.end;
-      const int64_t next_h = last ? h + 1 : h, next_at = last ? block.begin : at + kOther;
+      const int64_t h = block.first_head + head, at = block.begin + int64_t(tile) * kOther;
+      const auto copy_next = [&] {
+        const bool last = tile + 1 == block.tiles;
+        if (!last || head + 1 < block.heads)
+          copy_others(kStages == 2 ? stage ^ 1 : 0, last ? h + 1 : h, last ? block.begin : at + kOther);
+      };
 
       // This tile is here, and all warps are done with the one before.
       wait_for_copies<0>();
@@ -244,10 +249,15 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
       } else {
         __syncthreads();
       }
-      if (kStages == 2 && next_h < block.end_head) copy_others(stage ^ 1, next_h, next_at);
+      if (kStages == 2) copy_next();
       if (some_empty) {
         clear_empty<kOther>(first, queries);
         clear_empty<kOther>(second, queries);
+        __syncthreads();
+      }
+
+      if (kOwnsKeys && !plain && tile == 0) {
+        if (threadIdx.x == 0) block.head = head_scores(p, s.band, s.q_batch, h);
         __syncthreads();
       }
 
@@ -308,18 +318,15 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
       } else if (verdict == Verdict::partial && plain) {
         weigh_plain(std::true_type());
       } else if (verdict == Verdict::partial) {
-        HeadScores of_h;
-        if (kOwnsKeys) of_h = head_scores(p, s.band, s.q_batch, h);
-        const HeadScores& head = kOwnsKeys ? of_h : block.head;
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
           const Range visible[2] = {visible_to(r, 0), visible_to(r, 1)};
           for_each_in_turn(weights.x[r], grads.x[r], [&](float& x, float& ds, int c, int half, int e) {
-            const int64_t own = w0 + fragment_row(r, half), other = at + fragment_column(c, e);
+            const int64_t own = w0 + opaque(fragment_row(r, half)), other = at + fragment_column(c, e);
             const int64_t i = kOwnsKeys ? other : own, j = kOwnsKeys ? own : other;
             const GradRow row = row_of(r, c, half, e);
             const bool shown = visible[half].holds(fragment_column(c, e)) && row.lse != kHidden;
-            const float capped = head.rule.capped(x), score = shown ? head.biased(capped, i, j) : kHidden;
+            const float capped = block.head.rule.capped(x), score = shown ? block.head.biased(capped, i, j) : kHidden;
             if (score == kHidden) return hide(x, ds);
             x = weight_for<T>(score, row.lse);
             ds = x * (ds - row.delta);
@@ -327,7 +334,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
               float* to = static_cast<float*>(grad.grad_mask.data) + grad.grad_mask.offset(s.q_batch, h, i);
               to[j * grad.grad_mask.dim] = ds;
             }
-            ds *= head.rule.capped_slope(capped);
+            ds *= block.head.rule.capped_slope(capped);
           });
         }
       }
@@ -343,7 +350,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
       }
       if constexpr (kStages == 1) {
         __syncthreads();
-        if (next_h < block.end_head) copy_others(0, next_h, next_at);
+        copy_next();
       } else {
         stage ^= 1;
       }

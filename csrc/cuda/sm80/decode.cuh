@@ -15,10 +15,41 @@
 
 namespace flashsoftmax::cuda::sm80 {
 
-// It lies in shared memory to leave the registers to the accumulators.
+struct DecodeParams {
+  Attention attention;
+  Splits splits;
+  uint32_t rows;                             // of a kv head
+  uint32_t row_tiles;                        // of a block
+  uint32_t row_blocks;                       // that share keys
+  bool query_packs, key_packs, value_packs;  // whether rows are read in 16 bytes
+};
+
+// What a block works on. It lies in shared memory to leave the registers to the accumulators.
 struct DecodeBlock {
+  uint32_t b, kv_head, split, first_row;
   Sequence s;
+  int64_t split_begin, split_end;  // the keys of the split that exist
+  int64_t j0;                      // the first key of the first tile
+  int first, last;                 // from j0 on the keys [first, last) of the split that some query sees
   TileRange visible;
+
+  // Blocks that share keys are neighbours.
+  template <int kTile> __device__ __forceinline__ void take(const DecodeParams& params, uint32_t index) {
+    const AttentionParams& p = params.attention.p;
+    const uint32_t splits = static_cast<uint32_t>(params.splits.count), heads_kv = static_cast<uint32_t>(p.heads_kv);
+    first_row = index % params.row_blocks * params.row_tiles * 16;
+    split = index / params.row_blocks % splits;
+    kv_head = index / params.row_blocks / splits % heads_kv;
+    b = index / params.row_blocks / splits / heads_kv;
+    s = sequence(p, b);
+    split_begin = split * params.splits.size;
+    split_end = min(split_begin + params.splits.size, s.band.kv_len);
+    const int64_t begin = max(split_begin, s.band.first(0)), end = min(split_end, s.band.end(s.q_len - 1));
+    j0 = begin / kTile * kTile;
+    first = static_cast<int>(begin - j0);
+    last = end > begin ? static_cast<int>(end - j0) : first;
+    visible = TileRange::of<kTile>(s.band, 0, s.q_len, j0);
+  }
 };
 
 template <class T, int kHeadDim> struct DecodeShape {
@@ -48,29 +79,17 @@ template <class T, int kHeadDim> struct DecodeShape {
   static constexpr int shared_bytes(int rows) { return block_at(rows) + int(sizeof(DecodeBlock)); }
 };
 
-struct DecodeParams {
-  Attention attention;
-  Splits splits;
-  uint32_t rows;                             // of a kv head
-  uint32_t row_tiles;                        // of a block
-  uint32_t row_blocks;                       // that share keys
-  bool query_packs, key_packs, value_packs;  // whether rows are read in 16 bytes
-};
-
-// A row of the tile: a query of one of the heads that share a kv head.
+// A row of the tile: a query of one of the heads that share a kv head. Where there is none the head exists all the same.
 struct DecodeRow {
   uint32_t h, i;
   bool exists;
 
-  __device__ __forceinline__ DecodeRow(const DecodeParams& params, const Sequence& s, uint32_t kv_head, uint32_t row)
-      : h(kv_head * group(params) + row / seqlen_q(params)),
-        i(row % seqlen_q(params)),
-        exists(row < params.rows && i < s.q_len) {}
-  __device__ __forceinline__ static uint32_t group(const DecodeParams& params) {
-    return static_cast<uint32_t>(params.attention.p.group());
-  }
-  __device__ __forceinline__ static uint32_t seqlen_q(const DecodeParams& params) {
-    return static_cast<uint32_t>(params.attention.p.seqlen_q);
+  __device__ __forceinline__ DecodeRow(const DecodeParams& params, const DecodeBlock& block, uint32_t tile_row) {
+    const uint32_t row = block.first_row + tile_row, seqlen_q = static_cast<uint32_t>(params.attention.p.seqlen_q);
+    const uint32_t head = row < params.rows ? row / seqlen_q : 0;
+    h = block.kv_head * static_cast<uint32_t>(params.attention.p.group()) + head;
+    i = row - head * seqlen_q;
+    exists = row < params.rows && i < block.s.q_len;
   }
 };
 
@@ -116,24 +135,23 @@ __device__ __forceinline__ void copy_rows(Tile<T, kDim> to, const T* row_of_lane
   }
 }
 
-// Products become scores, in units of scale where they are plain: rows of the tile from row0 on against keys j0, j0 + 1,
-// ...
+// Products become scores, in units of scale where they are plain: rows of the tile from row0 on against keys from `key` on.
 template <int kColumns>
-__device__ __forceinline__ void score(Fragment<1, kColumns>& s, const DecodeParams& params, const Sequence& sequence,
-                                      uint32_t b, uint32_t kv_head, uint32_t row0, int64_t j0, bool plain) {
+__device__ __forceinline__ void score(Fragment<1, kColumns>& s, const DecodeParams& params, const DecodeBlock& block,
+                                      uint32_t row0, int key, bool plain) {
   const AttentionParams& p = params.attention.p;
-  const DecodeRow rows[] = {{params, sequence, kv_head, row0 + fragment_row(0, 0)},
-                            {params, sequence, kv_head, row0 + fragment_row(0, 1)}};
+  const Band& band = block.s.band;
+  const int64_t j0 = block.j0 + key;
+  const DecodeRow rows[] = {{params, block, row0 + fragment_row(0, 0)}, {params, block, row0 + fragment_row(0, 1)}};
   Range keys[2];
 #pragma unroll
-  for (int h = 0; h < 2; h++) keys[h] = rows[h].exists ? keys_of(sequence.band, rows[h].i, j0) : Range{0, 0};
+  for (int h = 0; h < 2; h++) keys[h] = rows[h].exists ? keys_of(band, rows[h].i, j0) : Range{0, 0};
   if (plain) {
     for_each(s, [&](float& x, int, int c, int h, int e) {
       if (!keys[h].holds(fragment_column(c, e))) x = kHidden;
     });
   } else {
-    const HeadScores heads[] = {head_scores(p, sequence.band, b, rows[0].h),
-                                head_scores(p, sequence.band, b, rows[1].h)};
+    const HeadScores heads[] = {head_scores(p, band, block.b, rows[0].h), head_scores(p, band, block.b, rows[1].h)};
     for_each_in_turn(s, [&](float& x, int, int c, int h, int e) {
       const int column = fragment_column(c, e);
       const bool visible = keys[h].holds(column);
@@ -159,17 +177,18 @@ __device__ __forceinline__ void store(T* to, int64_t stride, int64_t left, bool 
 
 // The state of a row and four elements of its accumulator, to scratch memory or, where that is all, to out and lse.
 template <class T>
-__device__ __forceinline__ void finish(const DecodeParams& params, const Sequence& s, int64_t b, int64_t split,
-                                       const DecodeRow& row, int column, const State<float>& state, float (&acc)[4]) {
+__device__ __forceinline__ void finish(const DecodeParams& params, const DecodeBlock& block, const DecodeRow& row,
+                                       int column, const State<float>& state, float (&acc)[4]) {
   const AttentionParams& p = params.attention.p;
   const Splits& splits = params.splits;
   if (splits.count > 1) {
-    const int64_t at = splits.at(p, split, b, row.h, row.i);
+    const int64_t at = splits.at(p, block.split, block.b, row.h, row.i);
     if (column == 0) splits.states[at] = state;
     if (column < splits.width)
       *reinterpret_cast<float4*>(splits.acc + at * splits.width + column) = {acc[0], acc[1], acc[2], acc[3]};
     return;
   }
+  const Sequence& s = block.s;
   const int64_t i = s.q_row + row.i;
   if (column == 0) static_cast<float*>(p.lse.data)[p.lse.offset(s.q_batch, row.h, i)] = lse(state);
   if (column >= p.head_dim_v) return;
@@ -202,42 +221,22 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   const AttentionParams& p = params.attention.p;
   const Splits& splits = params.splits;
 
-  // Blocks that share keys are neighbours
-  const uint32_t split_count = static_cast<uint32_t>(splits.count), heads_kv = static_cast<uint32_t>(p.heads_kv);
-  uint32_t index = blockIdx.x;
-  const uint32_t rows = 16 * params.row_tiles, first_row = index % params.row_blocks * rows;
-  index /= params.row_blocks;
-  const uint32_t split = index % split_count;
-  index /= split_count;
-  const uint32_t kv_head = index % heads_kv, b = index / heads_kv;
-
+  const uint32_t rows = 16 * params.row_tiles;
   DecodeBlock& block = *reinterpret_cast<DecodeBlock*>(memory + Shape::block_at(rows));
   const Sequence& s = block.s;
-  if (threadIdx.x == 0) block.s = sequence(p, b);
+  if (threadIdx.x == 0) block.take<kTile>(params, blockIdx.x);
   __syncthreads();
   if (s.q_len <= 0) return;
   if (!s.valid) {
-    if (split == 0 && first_row == 0) write_nan<T>(p, s, kv_head);
+    if (block.split == 0 && block.first_row == 0) write_nan<T>(p, s, block.kv_head);
     return;
   }
-
-  // The keys of this split that some query sees
-  const int64_t split_begin = split * splits.size, split_end = min(split_begin + splits.size, s.band.kv_len);
-  const int64_t begin = max(split_begin, s.band.first(0));
-  int64_t end = min(split_end, s.band.end(s.q_len - 1));
-  bool pages_exist = true;
-  const IntVector pages = p.block_table.advanced(b * p.block_table_row);
-  if (p.block_table && split_begin < split_end) {
-    const int64_t pages_end = (split_end - 1) / p.page_size + 1;
-    for (int64_t n = split_begin / p.page_size + threadIdx.x; n < pages_end; n += blockDim.x)
-      pages_exist = pages_exist && 0 <= pages[n] && pages[n] < p.pages;
-    pages_exist = __syncthreads_and(pages_exist);
-    if (!pages_exist) end = begin;
-  }
-  if (begin >= end && pages_exist && splits.count > 1 && !(p.sinks.data && split == 0)) {
+  const bool readable = pages_exist(p, block.b, block.split_begin, block.split_end);
+  const int first = block.first, last = readable ? block.last : first;
+  if (first == last && readable && splits.count > 1 && !(p.sinks.data && block.split == 0)) {
     for (uint32_t n = threadIdx.x; n < rows; n += blockDim.x) {
-      const DecodeRow row(params, s, kv_head, first_row + n);
-      if (row.exists) splits.states[splits.at(p, split, b, row.h, row.i)] = State<float>{};
+      const DecodeRow row(params, block, n);
+      if (row.exists) splits.states[splits.at(p, block.split, block.b, row.h, row.i)] = State<float>{};
     }
     return;
   }
@@ -246,7 +245,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   const uint32_t rings = shared_address(memory);
   const KvTile q_smem{rings + Shape::kRingBytes};
   for (uint32_t n = threadIdx.x; n < rows * KvTile::kChunks; n += blockDim.x) {
-    const DecodeRow row(params, s, kv_head, first_row + n / KvTile::kChunks);
+    const DecodeRow row(params, block, n / KvTile::kChunks);
     const T* query = static_cast<const T*>(p.query.data);
     if (row.exists) query += p.query.offset(s.q_batch, row.h, s.q_row + row.i);
     copy_chunk(q_smem.address(n / KvTile::kChunks, n % KvTile::kChunks), query, row.exists, n % KvTile::kChunks,
@@ -261,43 +260,35 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   const uint32_t ring = rings + key_warp * Shape::kSlots * Shape::kSlotBytes;
   const auto slot = [&](int n) { return KvTile{ring + n % Shape::kSlots * Shape::kSlotBytes}; };
 
-  // Keys are counted from j0, the first of a tile; a warp's are those from first on, then kTile further, up to last
-  const int64_t j0 = begin / kTile * kTile;
-  const int first = static_cast<int>(begin - j0), last = static_cast<int>(max(end, begin) - j0);
+  const int warp_key = key_warp * kKeys;  // of its first tile; from one tile to the next it is kTile
 
-  // Where a key lies: in which batch or page, and which row of it
-  struct Place {
-    int64_t batch, row;
+  // Where this lane's key of the next tile lies: in which page, and which row of it. Asked for a while before it is used
+  uint32_t page = 0, page_row = 0;
+  const auto find = [&](int tile) {
+    const int key = tile * kTile + warp_key + lane_id();
+    if (!p.block_table || key < first || key >= last) return;
+    const uint32_t j = static_cast<uint32_t>(block.j0 + key), page_size = static_cast<uint32_t>(p.page_size);
+    page = static_cast<uint32_t>(p.block_table.advanced(block.b * p.block_table_row)[j / page_size]);
+    page_row = j % page_size;
   };
-  const auto find = [&](int key) -> Place {
-    if (!p.block_table) return {s.k_batch, s.k_row + j0 + key};
-    if (key < first || key >= last) return {0, 0};
-    const uint32_t j = static_cast<uint32_t>(j0 + key), page_size = static_cast<uint32_t>(p.page_size);
-    return {pages[j / page_size], j % page_size};
-  };
-
-  // Copies to the slots in turn: keys, values, keys, ...
-  int copies = 0, next = key_warp * kKeys;
-  Place place = find(next + lane_id());
-  const auto copy_next = [&] {
-    const bool values = copies % 2 == 1;
-    if (next < last && (alone || row_tile == values)) {
+  // The copies to the slots: keys of tile 0, its values, keys of tile 1, ...
+  const auto begin_copy = [&](int n) {
+    const bool values = n % 2 == 1;
+    const int key = n / 2 * kTile + warp_key;
+    if (key < last && (alone || row_tile == values)) {
       const Tensor4 x = values ? p.value : p.key;
-      const T* row = static_cast<const T*>(x.data) + x.offset(place.batch, kv_head, place.row);
-      copy_rows<kKeys>(slot(copies), row, first - next, last - next,
+      const int64_t offset = p.block_table ? x.offset(page, block.kv_head, page_row)
+                                           : x.offset(s.k_batch, block.kv_head, s.k_row + block.j0 + key + lane_id());
+      copy_rows<kKeys>(slot(n), static_cast<const T*>(x.data) + offset, first - key, last - key,
                        static_cast<int>(values ? p.head_dim_v : p.head_dim), x.dim,
                        values ? params.value_packs : params.key_packs);
     }
     commit_copies();
-    copies++;
-    if (values) {
-      next += kTile;
-      place = find(next + lane_id());
-    }
+    if (values) find(n / 2 + 1);
   };
-  if (threadIdx.x == 0) block.visible = TileRange::of<kTile>(s.band, 0, s.q_len, j0);
+  find(0);
 #pragma unroll 1
-  for (int n = 1; n < Shape::kSlots; n++) copy_next();
+  for (int n = 0; n < Shape::kSlots - 1; n++) begin_copy(n);
   wait_for_copies<Shape::kSlots - 1>();
   __syncthreads();
 
@@ -307,17 +298,16 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   RowStates<1> states;
   Fragment<1, kHeadDim / 8> acc;
   acc.fill(0);
-  int used = 0;  // slots
-  for (int key = key_warp * kKeys; key < last; key += kTile) {
+  for (int tile = 0; tile * kTile + warp_key < last; tile++) {
     // S = Q K^T, while the next values are on their way
     wait_for_copies<Shape::kSlots - 2>();
     sync();
-    copy_next();
+    begin_copy(2 * tile + Shape::kSlots - 1);
     Fragment<1, kKeys / 8> s_reg;
     s_reg.fill(0);
-    multiply_transposed(s_reg, q_smem, row0, slot(used++), 0, static_cast<int>(p.head_dim));
-    if (!plain || block.visible.verdict(key / kTile) != Verdict::full)
-      score(s_reg, params, s, b, kv_head, first_row + row0, j0 + key, plain);
+    multiply_transposed(s_reg, q_smem, row0, slot(2 * tile), 0, static_cast<int>(p.head_dim));
+    if (!plain || block.visible.verdict(tile) != Verdict::full)
+      score(s_reg, params, block, row0, tile * kTile + warp_key, plain);
 
     // P, and O += P V, while the next keys are
     float factors[1][2];
@@ -325,8 +315,8 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
     rescale(acc, factors);
     wait_for_copies<Shape::kSlots - 2>();
     sync();
-    copy_next();
-    multiply(acc, Operand<T, 1, kKeys / 8>(s_reg), slot(used++), 0);
+    begin_copy(2 * tile + Shape::kSlots);
+    multiply(acc, Operand<T, 1, kKeys / 8>(s_reg), slot(2 * tile + 1), 0);
   }
   states.finish(unit);
 
@@ -343,7 +333,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   for (int h = 0; h < 2; h++) {
     const int row = row0 + fragment_row(0, h);
     State<float> state = states.state[0][h];
-    if (!pages_exist) state.l = NAN;
+    if (!readable) state.l = NAN;
     if (lane_id() % 4 == 0) shared<State<float>>(state_smem(key_warp, row)) = state;
 #pragma unroll
     for (int c = 0; c < kHeadDim / 8; c++)
@@ -354,10 +344,10 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   // Their merge, in order
   for (uint32_t n = threadIdx.x; n < rows * kHeadDim / 4; n += blockDim.x) {
     const int tile_row = n / (kHeadDim / 4), column = n % (kHeadDim / 4) * 4;
-    const DecodeRow row(params, s, kv_head, first_row + tile_row);
+    const DecodeRow row(params, block, tile_row);
     if (!row.exists) continue;
     State<float> total;
-    if (p.sinks.data && split == 0) total = {p.sinks.at<float>(row.h), 1};
+    if (p.sinks.data && block.split == 0) total = {p.sinks.at<float>(row.h), 1};
     float sum[4] = {};
 #pragma unroll
     for (int warp = 0; warp < Shape::kWarps; warp++) {
@@ -367,7 +357,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
 #pragma unroll
       for (int e = 0; e < 4; e++) sum[e] = sum[e] * factors.into + from[e] * factors.from;
     }
-    finish<T>(params, s, b, split, row, column, total, sum);
+    finish<T>(params, block, row, column, total, sum);
   }
 }
 

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, ForwardTil
 
   // Which queries, and which keys any of them sees.
   const ForwardTask task(params.order, blockIdx.x);
-  const int warp_row = warp_id() * 16 * kRows;  // the warp's first, in the block's tile
+  const int warp = warp_id(), warp_row = warp * 16 * kRows;  // its first, in the block's tile
   int tiles;
   {
     const Sequence s = sequence(p, task.b);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, ForwardTil
     }
     if (lane_id() == 0) {
       const int64_t w0 = i0 + warp_row, w1 = min(w0 + 16 * kRows, i1);
-      block.seen[warp_row / (16 * kRows)] = TileRange::of<kKeys>(s.band, w0, w1, begin);
+      block.seen[warp] = TileRange::of<kKeys>(s.band, w0, w1, begin);
     }
     __syncthreads();
   }
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, ForwardTil
     __syncthreads();
     if (tile + 1 < tiles) copy<kKeys, kThreads>(free_smem, block.key, block.begin + (tile + 1) * kKeys);
     commit_copies();
-    const Verdict verdict = block.seen[warp_row / (16 * kRows)].verdict(tile);
+    const Verdict verdict = block.seen[warp].verdict(tile);
     Operand<T, kRows, kKeys / 8> left;
     float factors[kRows][2];
     if (verdict != Verdict::skip) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, ForwardTil
     commit_copies();
     if (verdict != Verdict::skip) {
       rescale(acc, factors);
-      multiply(acc, left, v_smem, 0);
+      multiply(acc, left, v_smem, 0, p.head_dim_v);
     }
     const Tile<T, kHeadDim> done = v_smem;
     v_smem = k_smem;

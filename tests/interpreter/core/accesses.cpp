@@ -50,7 +50,7 @@ void locate(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access ac
     count_banks(block.launch.banks(i), addresses, lanes, bytes);
     for (Mask rest = lanes; rest; rest &= rest - 1) {
       const int l = std::countr_zero(rest);
-      block.shared.check(w, l, addresses[l], bytes, access != Access::read, access == Access::atomic);
+      block.shared.check(w, l, addresses[l], bytes, access);
       memory[l] = block.shared.data() + addresses[l];
     }
     return;
@@ -61,7 +61,7 @@ void locate(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access ac
     const int l = std::countr_zero(rest);
     if (addresses[l] + bytes > size) fault(l, "out of bounds of ", space == Space::local ? "local memory" : "parameters");
     if (addresses[l] % bytes) fault(l, "misaligned access of ", bytes, " bytes");
-    if (space == Space::param && access != Access::read) fault(l, "write to a parameter");
+    if (space == Space::param && writes(access)) fault(l, "write to a parameter");
     memory[l] = space == Space::local ? w.local.data() + l * uint64_t(block.kernel.local_bytes) + addresses[l]
                                       : const_cast<uint8_t*>(params.data()) + addresses[l];
   }
@@ -85,7 +85,7 @@ template <class T> Flow load_param(Warp& w, const Instruction& i, Mask lanes) {
 // C: the cell it goes to. Signed numbers fill that, or the 16 bits that are used of it (i.option).
 template <class T, class C> Flow load(Warp& w, const Instruction& i, Mask lanes) {
   uint8_t* memory[kLanes];
-  locate(w, i, lanes, sizeof(T) * i.count, i.atomic ? Access::atomic : Access::read, memory);
+  locate(w, i, lanes, sizeof(T) * i.count, i.atomic ? Access::observe : Access::read, memory);
   for (int e = 0; e < i.count; e++) {
     C* to = w.cells<C>(i.dst[e]);
     for (Mask rest = lanes; rest; rest &= rest - 1) {
@@ -104,7 +104,7 @@ template <class T, class C> Flow store(Warp& w, const Instruction& i, Mask lanes
   if (i.space != Space::local)
     for (int e = 0; e < i.count; e++) w.need(i.src[1 + e], lanes, "a value to store");
   uint8_t* memory[kLanes];
-  locate(w, i, lanes, sizeof(T) * i.count, i.atomic ? Access::atomic : Access::write, memory);
+  locate(w, i, lanes, sizeof(T) * i.count, i.atomic ? Access::publish : Access::write, memory);
   for (Mask rest = lanes; rest; rest &= rest - 1) {
     const int l = std::countr_zero(rest);
     for (int e = 0; e < i.count; e++) {
@@ -220,10 +220,10 @@ template <class T> T combined(int operation, T old, T x, T y) {
   return x;
 }
 
-template <class T> Flow atomic(Warp& w, const Instruction& i, Mask lanes) {
+template <class T> Flow update(Warp& w, const Instruction& i, Mask lanes) {
   for (int s = 1; s < i.srcs; s++) w.need(i.src[s], lanes, "an operand of an atomic operation");
   uint8_t* memory[kLanes];
-  locate(w, i, lanes, sizeof(T) * i.count, Access::atomic, memory);
+  locate(w, i, lanes, sizeof(T) * i.count, Access::update, memory);
   const bool swaps = i.option == compare_and_swap;
   for (Mask rest = lanes; rest; rest &= rest - 1) {
     const int l = std::countr_zero(rest);
@@ -262,7 +262,7 @@ void atomics(Decoding& d, bool returns) {
       for (const std::string& text : d.elements(0)) d.write_text(text, Decoding::type_of<T>());
     for (const std::string& text : values) d.read_text(text, Decoding::type_of<T>());
     if (operation == compare_and_swap) d.read(returns ? 3 : 2, Decoding::type_of<T>());
-    d.out.execute = atomic<T>;
+    d.out.execute = update<T>;
   });
   d.out.kind = kind_of(std::string(returns ? "atom." : "red.") + kSpaces[int(d.out.space)]);
 }

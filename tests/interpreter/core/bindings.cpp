@@ -121,6 +121,7 @@ PYBIND11_MODULE(core, m) {
                              int64_t item) {
     Device::get().memory.declare(name, data, sizes, strides, item, kReadable | kWritable);
   });
+  m.def("host_write", [](uint64_t data, uint64_t bytes) { Device::get().memory.host_write(data, bytes); });
   m.def("unwritten", [](uint64_t data, const Sizes& sizes, const Sizes& strides, int64_t item) {
     Device::get().memory.note_host_writes();
     return Device::get().memory.unwritten(data, sizes, strides, item);

@@ -143,18 +143,39 @@ bool Block::choose(Warp& warp) {
   return best < paths.size();
 }
 
-// Whether every lane is here that i needs.
-bool Block::gathered(Warp& warp, const Instruction& i, Mask lanes) {
-  if (i.together == Together::live) return lanes == warp.live;
-  warp.need(i.members, lanes, "the mask of lanes");
+// Of lanes that name the lanes to execute i with: the first of them, and those that name the same.
+Mask Block::group(Warp& warp, const Instruction& i, Mask lanes) const {
   const uint32_t* masks = warp.cells<uint32_t>(i.members);
   const Mask members = masks[std::countr_zero(lanes)];
-  for (Mask rest = lanes; rest; rest &= rest - 1) {
-    const int lane = std::countr_zero(rest);
-    if (masks[lane] != members) fault(lane, "lanes name different masks of lanes");
-    if (!(members >> lane & 1)) fault(lane, "this lane is not in the mask of lanes that it names");
+  Mask same = 0;
+  for (int l = 0; l < kLanes; l++) same |= masks[l] == members ? Mask(1) << l : 0;
+  return same & lanes;
+}
+
+// Whether every lane is here that i needs.
+bool Block::gathered(Warp& warp, const Instruction& i, Mask lanes) const {
+  if (i.together == Together::live) return lanes == warp.live;
+  warp.need(i.members, lanes, "the mask of lanes");
+  for (Mask rest = lanes; rest;) {
+    const Mask here = group(warp, i, rest);
+    const Mask members = warp.cells<uint32_t>(i.members)[std::countr_zero(rest)];
+    if (const Mask outside = here & ~members)
+      fault(std::countr_zero(outside), "this lane is not in the mask of lanes that it names");
+    if (members & warp.live & ~here) return false;
+    rest &= ~here;
   }
-  return (lanes & members & warp.live) == (members & warp.live);
+  return true;
+}
+
+// Groups of lanes that name different masks execute i one after the other.
+Flow Block::execute(Warp& warp, const Instruction& i, Mask lanes) const {
+  if (i.together != Together::members) return i.execute(warp, i, lanes);
+  while (lanes) {
+    const Mask here = group(warp, i, lanes);
+    i.execute(warp, i, here);
+    lanes &= ~here;
+  }
+  return Flow::next;
 }
 
 bool Block::step(Warp& warp, uint64_t budget) {
@@ -192,7 +213,7 @@ bool Block::step(Warp& warp, uint64_t budget) {
         launch.counts.instructions++;
         budget--;
         moved = true;
-        if (i.execute(warp, i, lanes) != Flow::next) break;
+        if (execute(warp, i, lanes) != Flow::next) break;
       }
       const uint32_t pc = ++warp.path().pc;
       if (!alone && pc >= meet) break;

@@ -139,7 +139,9 @@ class Block {
   void complete(Barrier& barrier);
   void specials(Warp& warp);
   [[noreturn]] void stuck();
-  bool gathered(Warp& warp, const Instruction& i, Mask lanes);
+  Mask group(Warp& warp, const Instruction& i, Mask lanes) const;
+  bool gathered(Warp& warp, const Instruction& i, Mask lanes) const;
+  Flow execute(Warp& warp, const Instruction& i, Mask lanes) const;
 };
 
 // One kernel<<<...>>>.

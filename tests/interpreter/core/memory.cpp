@@ -100,8 +100,10 @@ void GlobalMemory::note_host_writes() {
     if (!region->host_may_have_written) continue;
     region->host_may_have_written = false;
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(region->begin);
+    // By two bytes, the smallest element there is: that of -inf has one that is the poison.
     for (size_t b = 0; b < region->flags.size(); b++)
-      if (bytes[b] != kPoison) region->flags[b] |= kWritten;
+      if (bytes[b] != kPoison || ((b ^ 1) < region->flags.size() && bytes[b ^ 1] != kPoison))
+        region->flags[b] |= kWritten;
   }
 }
 
@@ -185,20 +187,22 @@ template <uint32_t kSize> bool GlobalMemory::check_bytes(uint32_t me, Region& re
   uint8_t all = 0xff;
   uint32_t bad = 0, fresh = 0;
   for (uint32_t b = 0; b < kSize; b++) all &= flags[b];
+  const uint8_t needed = (reads(access) ? kReadable | kWritten : 0) | (writes(access) ? kWritable : 0);
+  if ((all & needed) != needed) return false;
+  const uint32_t harmless = atomic(access) ? kAtomic : 0;
+  for (uint32_t b = 0; b < kSize; b++) {
+    const uint32_t wrote = writer[b] & ~kAtomic;
+    bad += wrote >= stamp_ && wrote != me && !(writer[b] & harmless);
+  }
   if (access == Access::read) {
-    if ((all & (kReadable | kWritten)) != (kReadable | kWritten)) return false;
     for (uint32_t b = 0; b < kSize; b++) {
-      bad += (writer[b] & ~kAtomic) >= stamp_ && (writer[b] & ~kAtomic) != me;
       fresh += reader[b] < stamp_;
       reader[b] = reader[b] < stamp_ || reader[b] == me ? me : stamp_;
     }
     traffic.distinct_bytes_read += fresh;
-  } else {
-    if (!(all & kWritable) || (access == Access::atomic && !(all & kWritten))) return false;
-    const uint32_t harmless = access == Access::atomic ? kAtomic : 0;
+  } else if (writes(access)) {
     for (uint32_t b = 0; b < kSize; b++) {
       const uint32_t wrote = writer[b] & ~kAtomic;
-      bad += wrote >= stamp_ && wrote != me && !(writer[b] & harmless);
       bad += reader[b] >= stamp_ && reader[b] != me;
       fresh += wrote < stamp_;
       // Where a block also wrote plainly, that is what others must not meet.
@@ -214,7 +218,7 @@ void GlobalMemory::check(int lane, uint32_t block, uint64_t address, uint32_t si
   Region* region = find(address);
   const uint32_t me = stamp_ + 1 + block;
   if (!region || address + size > region->end) {
-    fault(lane, "global ", access == Access::read ? "read" : "write", " of ", size, " bytes out of bounds at ",
+    fault(lane, "global ", writes(access) ? "write" : "read", " of ", size, " bytes out of bounds at ",
           in_hex(address), ": ", region ? "it goes beyond the end of " + region->name : nearest(address));
   }
   if (address % size)
@@ -238,18 +242,18 @@ void GlobalMemory::explain(int lane, uint32_t me, const Region& region, uint64_t
   for (uint32_t b = 0; b < size; b++) {
     const uint64_t at = address - region.begin + b;
     const uint8_t flags = region.flags[at];
-    const char* verb = access == Access::read ? "read" : access == Access::write ? "write" : "atomic operation";
+    const char* verb = writes(access) ? "write" : "read";
     if (!(flags & kReadable)) fault(lane, "global ", verb, " between the elements of ", where);
-    if (access != Access::read && !(flags & kWritable)) fault(lane, "write to an input: ", where);
-    if (access != Access::write && !(flags & kWritten)) fault(lane, "read of uninitialised global memory: ", where);
+    if (writes(access) && !(flags & kWritable)) fault(lane, "write to an input: ", where);
+    if (reads(access) && !(flags & kWritten)) fault(lane, "read of uninitialised global memory: ", where);
   }
   for (uint32_t b = 0; b < size; b++) {
     const uint64_t at = address - region.begin + b;
     const uint32_t wrote = region.writer[at] & ~kAtomic, read = region.reader[at];
-    if (access == Access::read && wrote >= stamp_ && wrote != me)
+    if (!writes(access) && wrote >= stamp_ && wrote != me)
       fault(lane, "race on global memory: this block reads what block ", wrote - stamp_ - 1,
             " of the same launch wrote: ", where);
-    if (access != Access::read && read >= stamp_ && read != me)
+    if (writes(access) && read >= stamp_ && read != me)
       fault(lane, "race on global memory: this block writes what ",
             read == stamp_ ? "other blocks" : "block " + std::to_string(read - stamp_ - 1),
             " of the same launch read: ", where);
@@ -276,7 +280,8 @@ void GlobalMemory::count(const uint64_t* addresses, uint32_t mask, uint32_t size
   traffic.accesses++;
   traffic.sectors += std::popcount(used_sectors);
   traffic.ideal_sectors += (std::popcount(used) * size + 31) / 32;
-  (access == Access::read ? traffic.bytes_read : traffic.bytes_written) += lanes * size;
+  if (reads(access)) traffic.bytes_read += lanes * size;
+  if (writes(access)) traffic.bytes_written += lanes * size;
 }
 
 }  // namespace interpreter

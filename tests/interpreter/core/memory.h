@@ -11,7 +11,12 @@ namespace interpreter {
 // Of a byte.
 enum : uint8_t { kReadable = 1, kWritable = 2, kWritten = 4 };
 
-enum class Access : uint8_t { read, write, atomic };
+// update: an atomic operation. observe, publish: a read or a write that others may do at the same time, volatile or with an
+// order.
+enum class Access : uint8_t { read, write, update, observe, publish };
+inline bool reads(Access a) { return a == Access::read || a == Access::update || a == Access::observe; }
+inline bool writes(Access a) { return a == Access::write || a == Access::update || a == Access::publish; }
+inline bool atomic(Access a) { return a != Access::read && a != Access::write; }
 
 // What lies between two addresses: a tensor, or tensors that are views of one memory.
 struct Region {

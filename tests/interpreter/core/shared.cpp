@@ -47,42 +47,43 @@ void SharedMemory::after_write(const Warp& warp, int lane, uint32_t index, bool 
 }
 
 void SharedMemory::after_reads(const Warp& warp, int lane, uint32_t index) const {
-  const uint32_t* reads = &reads_[size_t(index) * warps_];
+  const uint32_t* read = &reads_[size_t(index) * warps_];
   for (uint32_t other = 0; other < warps_; other++)
-    if (int(other) != warp.id && reads[other] > warp.seen[other])
+    if (int(other) != warp.id && read[other] > warp.seen[other])
       race(warp, lane, index, "overwrites what warp " + std::to_string(other) + " read, without a barrier between");
   race(warp, lane, index, "overwrites what another of its lanes read, without __syncwarp between");
 }
 
-inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, bool write, bool atomic) {
+inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, Access access) {
   Cell& cell = cells_[index];
   const uint8_t lane8 = lane < 0 ? kSeveral : lane;
-  if (cell.clock > warp.seen[cell.warp] && !(atomic && cell.writer == Writer::atomic))
-    after_write(warp, lane, index, write);
-  uint32_t* reads = &reads_[size_t(index) * warps_];
-  if (!write) {
-    const bool again = reads[warp.id] == warp.clock;
+  if (cell.clock > warp.seen[cell.warp] && !(atomic(access) && cell.writer == Writer::atomic))
+    after_write(warp, lane, index, writes(access));
+  uint32_t* read = &reads_[size_t(index) * warps_];
+  if (access == Access::observe) return;
+  if (access == Access::read) {
+    const bool again = read[warp.id] == warp.clock;
     cell.reader = again && cell.reader != lane8 ? kSeveral : lane8;
-    reads[warp.id] = warp.clock;
+    read[warp.id] = warp.clock;
     return;
   }
   // Of its own reads a lane knows.
-  const uint32_t own = reads[warp.id];
-  if (cell.reader == lane8 && lane8 != kSeveral) reads[warp.id] = 0;
+  const uint32_t own = read[warp.id];
+  if (cell.reader == lane8 && lane8 != kSeveral) read[warp.id] = 0;
   for (uint32_t base = 0; base < warps_; base += 8) {
     uint32_t later = 0;
-    for (uint32_t other = base; other < base + 8; other++) later |= reads[other] > warp.seen[other];
+    for (uint32_t other = base; other < base + 8; other++) later |= read[other] > warp.seen[other];
     if (later) after_reads(warp, lane, index);
   }
-  reads[warp.id] = own;
-  cell = {warp.clock, uint8_t(warp.id), lane8, atomic ? Writer::atomic : Writer::plain, cell.reader};
+  read[warp.id] = own;
+  cell = {warp.clock, uint8_t(warp.id), lane8, atomic(access) ? Writer::atomic : Writer::plain, cell.reader};
 }
 
 template <uint32_t kSize>
-void SharedMemory::check_sized(Warp& warp, int lane, uint32_t address, bool write, bool atomic) {
+void SharedMemory::check_sized(Warp& warp, int lane, uint32_t address, Access access) {
   const uint32_t last = (address + kSize - 1) >> cell_shift_;
-  for (uint32_t cell = address >> cell_shift_; cell <= last; cell++) check_cell(warp, lane, cell, write, atomic);
-  if (write && !atomic) {
+  for (uint32_t cell = address >> cell_shift_; cell <= last; cell++) check_cell(warp, lane, cell, access);
+  if (!reads(access)) {
     std::memset(&written_[address], 0xff, kSize);
   } else {
     uint8_t all = 0xff;
@@ -91,22 +92,22 @@ void SharedMemory::check_sized(Warp& warp, int lane, uint32_t address, bool writ
   }
 }
 
-void SharedMemory::check(Warp& warp, int lane, uint64_t address, uint32_t size, bool write, bool atomic) {
+void SharedMemory::check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access) {
   if (address + size > size_)
-    fault(lane, "shared ", write ? "write" : "read", " of ", size, " bytes out of bounds: at ", address, " of ", size_,
+    fault(lane, "shared ", writes(access) ? "write" : "read", " of ", size, " bytes out of bounds: at ", address, " of ", size_,
           " bytes");
   if (address % size) fault(lane, "misaligned shared access of ", size, " bytes at shared + ", address, " bytes");
   switch (size) {
-    case 1: return check_sized<1>(warp, lane, address, write, atomic);
-    case 2: return check_sized<2>(warp, lane, address, write, atomic);
-    case 4: return check_sized<4>(warp, lane, address, write, atomic);
-    case 8: return check_sized<8>(warp, lane, address, write, atomic);
-    default: return check_sized<16>(warp, lane, address, write, atomic);
+    case 1: return check_sized<1>(warp, lane, address, access);
+    case 2: return check_sized<2>(warp, lane, address, access);
+    case 4: return check_sized<4>(warp, lane, address, access);
+    case 8: return check_sized<8>(warp, lane, address, access);
+    default: return check_sized<16>(warp, lane, address, access);
   }
 }
 
 void SharedMemory::begin_async(Warp& warp, int lane, uint64_t address, uint32_t size) {
-  check(warp, lane, address, size, true);
+  check(warp, lane, address, size, Access::write);
   for (uint32_t cell = address / cell_; cell <= (address + size - 1) / cell_; cell++) {
     cells_[cell].clock = kInFlight;
     cells_[cell].writer = Writer::async;

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "memory.h"
+
 namespace interpreter {
 
 struct Warp;
@@ -29,7 +31,7 @@ class SharedMemory {
   uint32_t size() const { return size_; }
 
   // lane -1: the warp as a whole, as ldmatrix does.
-  void check(Warp& warp, int lane, uint64_t address, uint32_t size, bool write, bool atomic = false);
+  void check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access);
   // An asynchronous copy is under way to there, and has arrived.
   void begin_async(Warp& warp, int lane, uint64_t address, uint32_t size);
   void end_async(Warp& warp, int lane, uint32_t address, uint32_t size);
@@ -43,8 +45,8 @@ class SharedMemory {
   };
   static constexpr uint8_t kSeveral = 0xff;
 
-  template <uint32_t kSize> void check_sized(Warp& warp, int lane, uint32_t address, bool write, bool atomic);
-  void check_cell(Warp& warp, int lane, uint32_t cell, bool write, bool atomic);
+  template <uint32_t kSize> void check_sized(Warp& warp, int lane, uint32_t address, Access access);
+  void check_cell(Warp& warp, int lane, uint32_t cell, Access access);
   void after_write(const Warp& warp, int lane, uint32_t cell, bool write) const;
   [[noreturn]] void after_reads(const Warp& warp, int lane, uint32_t cell) const;
   [[noreturn]] void race(const Warp& warp, int lane, uint32_t cell, const std::string& what) const;

@@ -1,0 +1,103 @@
+"""Bytes counted where the interpreter of tests/ executes the real CUDA kernels on the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from .command import number
+from .shapes import DTYPES, Shape
+from .traffic_model import Kernel, ours
+
+Case = tuple[Shape, str]
+
+
+def unavailable() -> str | None:
+    """Why nothing can be counted here."""
+    try:
+        reason: str | None = import_module("tests.interpreter").unavailable()
+    except ImportError as error:
+        return f"the interpreter of tests/ does not load: {error}; run from the repository's root"
+    return reason
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every mask, grouped heads, ragged ends, each tile size, one split and several."""
+    shapes = [
+        Shape("forward", 1, 1, 1, 256, 256, 64),
+        Shape("forward", 1, 1, 1, 256, 256, 64, True),
+        Shape("decode", 1, 4, 1, 1, 600, 64),
+        Shape("decode", 1, 4, 1, 1, 2100, 64),
+    ]
+    more = [
+        Shape("forward", 1, 1, 1, 2048, 2048, 128, True),
+        Shape("forward", 1, 1, 1, 384, 384, 64, True, 100),
+        Shape("forward", 1, 4, 2, 150, 190, 128, True),
+        Shape("forward", 2, 2, 1, 100, 300, 72),
+        Shape("forward", 1, 1, 1, 70, 90, 256, True),
+        Shape("decode", 2, 8, 2, 1, 1500, 128),
+        Shape("decode", 1, 4, 1, 9, 1200, 80, True, 700),
+    ]
+    found = [(shape, "bfloat16") for shape in (shapes if quick else shapes + more)]
+    return found if quick else [*found, (shapes[1], "float32"), (more[1], "float32"), (shapes[3], "float32")]
+
+
+def count(shape: Shape, dtype: str) -> list[dict[str, Any]]:
+    """Of each kernel that runs: what the model says, and what was counted."""
+    interpreter = import_module("tests.interpreter")
+    operators = interpreter.operators()
+    query, key, value, _ = shape.inputs(DTYPES[dtype], "cpu")
+    lengths = (shape.queries, shape.keys, 1 / math.sqrt(shape.dim), 0.0)
+    window = (shape.window, 0 if shape.causal else None)
+    with interpreter.session() as run:
+        operators.attention(query, key, value, *[None] * 7, *lengths, *window, None, None)
+    kernels = ours(shape, DTYPES[dtype])
+    return [record(shape, dtype, *pair) for pair in zip(kernels, run.launches, strict=True)]
+
+
+def record(shape: Shape, dtype: str, kernel: Kernel, launched: Any) -> dict[str, Any]:
+    model = {
+        "model_asked_read": sum(moved.asked for moved in kernel.reads.values()),
+        "model_asked_written": sum(moved.asked for moved in kernel.writes.values()),
+        "model_distinct_read": sum(moved.distinct for moved in kernel.reads.values()),
+        "model_distinct_written": sum(moved.distinct for moved in kernel.writes.values()),
+    }
+    counted = {
+        "counted_asked_read": launched.bytes_read,
+        "counted_asked_written": launched.bytes_written,
+        "counted_distinct_read": launched.distinct_bytes_read,
+        "counted_distinct_written": launched.distinct_bytes_written,
+    }
+    return {
+        "shape": str(shape),
+        "dtype": dtype,
+        "kernel": kernel.name,
+        "launched": launched.kernel,
+        **model,
+        **counted,
+        "agree": list(model.values()) == list(counted.values()),
+        "sectors": launched.sectors,
+        "ideal_sectors": launched.ideal_sectors,
+        "instructions": launched.instructions,
+        "mmas": launched.mmas,
+    }
+
+
+def rows(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["counted", "dtype", "kernel", "asked, read", "written", "distinct, read", "written", "as the model"]
+    header += ["32-byte sectors", "ideal"]
+    counts = ("counted_asked_read", "counted_asked_written", "counted_distinct_read", "counted_distinct_written")
+    return header, [
+        [
+            r["shape"],
+            r["dtype"],
+            r["kernel"],
+            *(f"{r[name]:,}" for name in counts),
+            "to the byte" if r["agree"] else "NO",
+            number(r["sectors"]),
+            number(r["ideal_sectors"]),
+        ]
+        for r in results
+    ]

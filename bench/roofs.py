@@ -1,0 +1,57 @@
+"""What machines can do at most: bandwidth, and peak by dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .limits import limit
+from .record import cpu_model
+from .shapes import DTYPES, Shape
+from .timing import interleaved
+
+
+@dataclass(frozen=True)
+class Roof:
+    name: str
+    bandwidth: float
+    """Bytes a second."""
+    peak: dict[str, float]
+    """FLOP a second by dtype, without sparsity. float32 is that of FMA units, which our kernels use for it."""
+    source: str
+
+    def ridge(self, dtype: str) -> float:
+        """FLOP a byte where both limits meet: below it memory decides, above it arithmetic."""
+        return self.peak[dtype] / self.bandwidth
+
+    def side(self, intensity: float, dtype: str) -> str:
+        return "memory" if intensity < self.ridge(dtype) else "arithmetic"
+
+    def floor(self, moved: float, flops: float, dtype: str) -> float:
+        """Seconds that it takes at least."""
+        return max(moved / self.bandwidth, flops / self.peak[dtype])
+
+
+def gpu(name: str, bandwidth: float, half: float, single: float, source: str) -> Roof:
+    return Roof(name, bandwidth, {"float32": single, "bfloat16": half, "float16": half}, source)
+
+
+GPUS = (
+    gpu("A100", 2.039e12, 312e12, 19.5e12, "A100 80GB SXM data sheet, https://www.nvidia.com/en-us/data-center/a100/"),
+    gpu("H100", 3.35e12, 989e12, 67e12, "H100 SXM data sheet, https://www.nvidia.com/en-us/data-center/h100/"),
+    gpu("H200", 4.8e12, 989e12, 67e12, "H200 SXM data sheet, https://www.nvidia.com/en-us/data-center/h200/"),
+    gpu("B200", 8e12, 2250e12, 80e12, "DGX B200 data sheet / 8, https://www.nvidia.com/en-us/data-center/dgx-b200/"),
+)
+
+
+def this_cpu(keys: int = 2**19, rounds: int = 41) -> Roof:
+    """Measured by bench/limits: a read of keys and values far larger than the cache, and multiply-adds."""
+    read = Shape("decode", 1, 8, 8, 1, keys, 128)
+    compute = Shape("forward", 1, 1, 1, 64, 64, 64)
+
+    def rate(shape: Shape, dtype: str) -> float:
+        inputs = shape.inputs(DTYPES[dtype], "cpu")  # which must outlive the read
+        best = limit(shape, inputs, "cpu")
+        return best.work / min(interleaved({"limit": best.timed}, "cpu", rounds)["limit"])
+
+    bandwidth = rate(read, "bfloat16")
+    return Roof("this CPU", bandwidth, {dtype: rate(compute, dtype) for dtype in DTYPES}, f"measured, {cpu_model()}")
