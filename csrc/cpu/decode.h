@@ -25,7 +25,7 @@ template <class T> class Decode {
     T* k;                        // [tile_keys][dim], only where rows are not contiguous in memory
     T* v;                        // [tile_keys][dim_v]
     const T **k_rows, **v_rows;  // [tile_keys]
-    RowStates states, total;
+    RowStates tile, states, total;
   };
   struct Head {
     Sequence sequence;
@@ -53,6 +53,7 @@ template <class T> class Decode {
     w.v = arena.take<T>(p.value.dim == 1 ? 0 : tile_keys * dim_v);
     w.k_rows = arena.take<const T*>(tile_keys);
     w.v_rows = arena.take<const T*>(tile_keys);
+    w.tile = take_states(arena);
     w.states = take_states(arena);
     w.total = take_states(arena);
     return w;
@@ -105,14 +106,16 @@ template <class T> class Decode {
       int64_t n = min(tile_keys, end - j0);
       gather(keys, j0, n, p.head_dim, dim, w.k, w.k_rows);
       gather(values, j0, n, p.head_dim_v, dim_v, w.v, w.v_rows);
+      clear(w.tile);
       for (int64_t j = 0; j < n; j += V::lanes)
         in_row_blocks<4>([&](int64_t r, auto count) {
           dots<count>(w.k_rows + j, n - j, w.q + r * depth, depth, p.head_dim, w.s + r * tile_keys + j, tile_keys);
         });
-      for (int64_t r = 0; r < rows; r++) weigh(t, r, j0, n, w, states);
+      for (int64_t r = 0; r < rows; r++) weigh(t, r, j0, n, w);
       constexpr int64_t block_keys = 32;  // of values, that the cache nearest to the core holds
       for (int64_t j = 0; j < n; j += block_keys)
-        in_row_blocks<4>([&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + block_keys, n), states); });
+        in_row_blocks<4>([&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + block_keys, n)); });
+      fold(states, w.tile);
     }
   }
 
@@ -124,8 +127,8 @@ template <class T> class Decode {
     for (; r < rows; r++) f(r, std::integral_constant<int, 1>{});
   }
 
-  // Scores to weights, and the row's state raised. acc is rescaled at once.
-  void weigh(const Head& t, int64_t r, int64_t j0, int64_t n, const Workspace& w, RowStates states) const {
+  // Scores to weights, and the row's state of this tile, but for acc.
+  void weigh(const Head& t, int64_t r, int64_t j0, int64_t n, const Workspace& w) const {
     int64_t i = r % p.seqlen_q, h = query_head(t, r);
     A* s = w.s + r * tile_keys;
     int64_t padded = round_up(n, V::lanes);
@@ -148,17 +151,16 @@ template <class T> class Decode {
       maxima = max(maxima, score);
       score.store(s + j);
     }
-    State<A> state{states.m[r], states.l[r]};
-    A alpha = raise(state, fold_lanes(maxima, [](A a, A b) { return max(a, b); }));
+    State<A> state;
+    raise(state, fold_lanes(maxima, [](A a, A b) { return max(a, b); }));
     V sums(A(0));
     for (int64_t j = 0; j < padded; j += V::lanes) {
       V p = weight(V::load(s + j), V(state.m));
       sums = sums + p;
       p.store(s + j);
     }
-    states.m[r] = state.m;
-    states.l[r] = state.l + fold_lanes(sums, [](A a, A b) { return a + b; });
-    scale_row(states.acc + r * dim_v, V(alpha));
+    w.tile.m[r] = state.m;
+    w.tile.l[r] = fold_lanes(sums, [](A a, A b) { return a + b; });
   }
 
   template <class F> static A fold_lanes(V x, F f) {
@@ -166,18 +168,14 @@ template <class T> class Decode {
     for (int lane = 1; lane < V::lanes; lane++) total = f(total, x.v[lane]);
     return total;
   }
-  void scale_row(A* o, V factor) const {
-    for (int64_t d = 0; d < dim_v; d += V::lanes) (V::load(o + d) * factor).store(o + d);
-  }
 
-  // acc[r] += sum over j in [begin, end) of p[r][j] v[j] for row r and the next count - 1
-  template <int count> HOT void accumulate(const Workspace& w, int64_t r, int64_t begin, int64_t end,
-                                           RowStates states) const {
+  // The tile's acc[r] += sum over j in [begin, end) of p[r][j] v[j] for row r and the next count - 1
+  template <int count> HOT void accumulate(const Workspace& w, int64_t r, int64_t begin, int64_t end) const {
     constexpr int block_cols = QueryBlock<A>::rows * 2 / max(count, 2);  // vectors of a value, summed in registers
     auto columns = [&](int64_t d, auto cols, auto load_v) {
       V sums[count * cols];
       unroll<count * cols>(
-          [&](auto i) { sums[i] = V::load(states.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
+          [&](auto i) { sums[i] = V::load(w.tile.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
       for (int64_t j = begin; j < end; j++) {
         V v_reg[cols];
         unroll<cols>([&](auto c) { v_reg[c] = load_v(w.v_rows[j] + d + c * V::lanes); });
@@ -187,7 +185,7 @@ template <class T> class Decode {
         });
       }
       unroll<count * cols>(
-          [&](auto i) { sums[i].store(states.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
+          [&](auto i) { sums[i].store(w.tile.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
     };
     auto whole = [](const T* x) { return load(x); };
     int64_t d = 0;

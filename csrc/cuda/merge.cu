@@ -1,8 +1,8 @@
 // The merge of states for disjoint keys, given as (out, lse) or left by the splits of decode, and its gradient.
 //
 // A block is lanes x rows x teams. The lanes of a row, at most a warp of them, agree on its weights; each has its own
-// packs of elements, of 16 bytes where every tensor allows that. Each team merges its share of the states, then the
-// teams are merged.
+// packs of elements, accessed at once where every tensor allows that. Each team merges its share of the states, then
+// the teams are merged.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -24,8 +24,6 @@ struct List {
 };
 
 template <class T, int kWidth> struct alignas(sizeof(T) * kWidth) Pack {
-  using Element = T;
-  static constexpr int width = kWidth;
   T elements[kWidth];
 };
 
@@ -36,39 +34,55 @@ __device__ void narrow(float from, float& to) { to = from; }
 __device__ void narrow(float from, __half& to) { to = __float2half_rn(from); }
 __device__ void narrow(float from, __nv_bfloat16& to) { to = __float2bfloat16_rn(from); }
 
-// A thread's row of every tensor, and its packs there: those at first, first + step, ...
-template <class P> struct Row {
-  int64_t b, h, i, first, step;
-  bool exists;
+// A pack of a row, of whose dim elements it begins with number d.
+template <int kWidth, class T>
+__device__ void load(const T* row, int64_t stride, int64_t d, int64_t dim, bool packs, float (&to)[kWidth]) {
+  Pack<T, kWidth> pack;
+  if (packs) pack = *reinterpret_cast<const Pack<T, kWidth>*>(row + d);
+  for (int e = 0; e < kWidth; e++) {
+    if (!packs) pack.elements[e] = d + e < dim ? row[(d + e) * stride] : T(0.0f);
+    to[e] = widen(pack.elements[e]);
+  }
+}
+template <int kWidth, class T>
+__device__ void store(T* row, int64_t stride, int64_t d, int64_t dim, bool packs, const float (&from)[kWidth]) {
+  Pack<T, kWidth> pack;
+  for (int e = 0; e < kWidth; e++) {
+    narrow(from[e], pack.elements[e]);
+    if (!packs && d + e < dim) row[(d + e) * stride] = pack.elements[e];
+  }
+  if (packs) *reinterpret_cast<Pack<T, kWidth>*>(row + d) = pack;
+}
 
-  __device__ explicit Row(const MergeParams& p) {
+// A thread's row of every tensor, and its packs there: those at first, first + step, ...
+template <class T> struct Row {
+  static constexpr int width = 16 / sizeof(T);
+  int64_t b, h, i, dim, first, step;
+  bool packs, exists;
+
+  __device__ Row(const MergeParams& p, bool packs) : dim(p.dim), packs(packs) {
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     i = row % p.rows;
     h = row / p.rows % p.heads;
     b = row / p.rows / p.heads;
     exists = b < p.batch;
-    first = threadIdx.x * P::width;
-    step = blockDim.x * P::width;
+    first = threadIdx.x * width;
+    step = blockDim.x * width;
   }
 
   __device__ bool leads() const { return first == 0; }
   __device__ float& lse(const MergeState& state) const {
     return static_cast<float*>(state.lse.data)[state.lse.offset(b, h, i)];
   }
-  __device__ void load(const MergeState& state, int64_t d, float (&to)[P::width]) const {
-    const P pack = at(state.out, d);
-    for (int e = 0; e < P::width; e++) to[e] = widen(pack.elements[e]);
+  __device__ void load(const MergeState& state, int64_t d, float (&to)[width]) const {
+    flashsoftmax::load(at(state.out), state.out.dim, d, dim, packs, to);
   }
-  __device__ void store(const MergeState& state, int64_t d, const float (&from)[P::width]) const {
-    P pack;
-    for (int e = 0; e < P::width; e++) narrow(from[e], pack.elements[e]);
-    at(state.out, d) = pack;
+  __device__ void store(const MergeState& state, int64_t d, const float (&from)[width]) const {
+    flashsoftmax::store(at(state.out), state.out.dim, d, dim, packs, from);
   }
 
  private:
-  __device__ P& at(const Tensor4& x, int64_t d) const {
-    return *reinterpret_cast<P*>(static_cast<typename P::Element*>(x.data) + x.offset(b, h, i) + d * x.dim);
-  }
+  __device__ T* at(const Tensor4& x) const { return static_cast<T*>(x.data) + x.offset(b, h, i); }
 };
 
 // The sum over the lanes of a row, the same on each.
@@ -80,29 +94,31 @@ __device__ float sum_over_row(float x) {
 }
 
 // The states of the public merge.
-template <class P> struct GivenStates {
-  static constexpr int width = P::width, teams = 1;
+template <class T> struct GivenStates {
+  static constexpr int width = Row<T>::width, teams = 1;
   MergeParams p;
   List list;
+  bool packs;
 
-  __device__ Row<P> row() const { return Row<P>(p); }
+  __device__ Row<T> row() const { return Row<T>(p, packs); }
   __device__ int64_t count() const { return p.states; }
   __device__ int64_t dim() const { return p.dim; }
   __device__ const MergeState& at(int64_t n) const { return p.inputs ? p.inputs[n] : list.states[n]; }
-  __device__ State<float> state(const Row<P>& row, int64_t n) const { return from_lse(row.lse(at(n))); }
-  __device__ void load(const Row<P>& row, int64_t n, int64_t d, float (&to)[width]) const { row.load(at(n), d, to); }
-  __device__ void store(const Row<P>& row, int64_t d, const float (&from)[width]) const {
+  __device__ State<float> state(const Row<T>& row, int64_t n) const { return from_lse(row.lse(at(n))); }
+  __device__ void load(const Row<T>& row, int64_t n, int64_t d, float (&to)[width]) const { row.load(at(n), d, to); }
+  __device__ void store(const Row<T>& row, int64_t d, const float (&from)[width]) const {
     row.store(p.output, d, from);
   }
-  __device__ float& lse(const Row<P>& row) const { return row.lse(p.output); }
+  __device__ float& lse(const Row<T>& row) const { return row.lse(p.output); }
 };
 
-// The states that the splits of decode left. P is a pack of the output. The number of teams is fixed: splits without
-// keys change no bit, however many follow.
-template <class P> struct SplitStates {
-  static constexpr int width = P::width, teams = 8;
+// The states that the splits of decode left, for an output of type T. The number of teams is fixed: splits without keys
+// change no bit, however many follow.
+template <class T> struct SplitStates {
+  static constexpr int width = 4, teams = 8;
   AttentionParams p;
   cuda::Splits splits;
+  bool packs;  // the output
 
   struct OutputRow {
     int64_t index, b, h, i;
@@ -121,16 +137,12 @@ template <class P> struct SplitStates {
     return splits.states[n * splits.rows + row.index];
   }
   __device__ void load(const OutputRow& row, int64_t n, int64_t d, float (&to)[width]) const {
-    using Source = Pack<float, width>;
-    const float* acc = splits.acc + (n * splits.rows + row.index) * splits.width + d;
-    const Source pack = *reinterpret_cast<const Source*>(acc);
-    for (int e = 0; e < width; e++) to[e] = pack.elements[e];
+    const float* acc = splits.acc + (n * splits.rows + row.index) * splits.width;
+    flashsoftmax::load(acc, 1, d, splits.width, true, to);
   }
   __device__ void store(const OutputRow& row, int64_t d, const float (&from)[width]) const {
-    P pack;
-    for (int e = 0; e < width; e++) narrow(from[e], pack.elements[e]);
-    auto* out = static_cast<typename P::Element*>(p.out.data) + p.out.offset(row.b, row.h, row.i) + d * p.out.dim;
-    *reinterpret_cast<P*>(out) = pack;
+    T* out = static_cast<T*>(p.out.data) + p.out.offset(row.b, row.h, row.i);
+    flashsoftmax::store(out, p.out.dim, d, p.head_dim_v, packs, from);
   }
   __device__ float& lse(const OutputRow& row) const {
     return static_cast<float*>(p.lse.data)[p.lse.offset(row.b, row.h, row.i)];
@@ -193,12 +205,13 @@ __global__ void __launch_bounds__(kThreads) merge_rows(const __grid_constant__ S
 
 // With w_n = e^(lse_n - lse) and g_n = grad_out . out_n these are
 //     grad_out_n = w_n grad_out,    grad_lse_n = w_n (g_n - sum_m w_m g_m + grad_lse).
-template <class P>
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     merge_grad_rows(const __grid_constant__ MergeGradParams p, const __grid_constant__ List list,
-                    const __grid_constant__ List grad_list) {
+                    const __grid_constant__ List grad_list, bool packs) {
+  constexpr int width = Row<T>::width;
   const MergeState& grad_output = p.grad_output;
-  const Row<P> row(p.forward);
+  const Row<T> row(p.forward, packs);
   if (!row.exists) return;
   const MergeState* states = p.forward.inputs ? p.forward.inputs : list.states;
   const MergeState* grads = p.grad_inputs ? p.grad_inputs : grad_list.states;
@@ -214,11 +227,11 @@ __global__ void __launch_bounds__(kThreads)
     const float w = weight_of(n);
     float g = 0;
     for (int64_t d = row.first; d < p.forward.dim; d += row.step) {
-      float grad[P::width] = {}, x[P::width];
+      float grad[width] = {}, x[width];
       if (grad_output.out.data && w != 0) {
         row.load(grad_output, d, grad);
         row.load(states[n], d, x);
-        for (int e = 0; e < P::width; e++) {
+        for (int e = 0; e < width; e++) {
           g += grad[e] * x[e];
           grad[e] *= w;
         }
@@ -298,16 +311,12 @@ template <class Launch> void for_rows(int64_t rows, int64_t dim, int64_t width, 
   check(cudaGetLastError());
 }
 
-// Calls launch(pack, grid, block).
-template <class Launch> void for_rows(const MergeParams& p, bool packs, Launch&& launch) {
-  const auto with = [&](auto pack) {
-    for_rows(p.batch * p.heads * p.rows, p.dim, pack.width, 1,
-             [&](dim3 grid, dim3 block) { launch(pack, grid, block); });
-  };
-  switch (p.dtype) {
-    case DType::f16: return packs ? with(Pack<__half, 8>()) : with(Pack<__half, 1>());
-    case DType::bf16: return packs ? with(Pack<__nv_bfloat16, 8>()) : with(Pack<__nv_bfloat16, 1>());
-    case DType::f32: return packs ? with(Pack<float, 4>()) : with(Pack<float, 1>());
+// Calls launch(element) for the element type.
+template <class Launch> void for_dtype(DType dtype, Launch&& launch) {
+  switch (dtype) {
+    case DType::f16: return launch(__half());
+    case DType::bf16: return launch(__nv_bfloat16());
+    case DType::f32: return launch(float());
     default: throw std::invalid_argument("outs[0]: float64, wanted float16, bfloat16 or float32 on CUDA");
   }
 }
@@ -323,23 +332,22 @@ void merge(const MergeParams& p, void* scratch, void* stream) {
   const Listed states = pass(p, p.inputs, scratch, s);
   MergeParams on_device = p;
   on_device.inputs = states.memory;
-  for_rows(p, packs(p), [&](auto pack, dim3 grid, dim3 block) {
-    merge_rows<<<grid, block, 0, s>>>(GivenStates<decltype(pack)>{on_device, states.list});
+  for_dtype(p.dtype, [&](auto element) {
+    using States = GivenStates<decltype(element)>;
+    for_rows(p.batch * p.heads * p.rows, p.dim, States::width, States::teams, [&](dim3 grid, dim3 block) {
+      merge_rows<<<grid, block, 0, s>>>(States{on_device, states.list, packs(p)});
+    });
   });
 }
 
 void merge_splits(const AttentionParams& p, const Splits& splits, cudaStream_t stream) {
-  const auto with = [&](auto pack) {
-    using States = SplitStates<decltype(pack)>;
-    for_rows(splits.rows, p.head_dim_v, pack.width, States::teams,
-             [&](dim3 grid, dim3 block) { merge_rows<<<grid, block, 0, stream>>>(States{p, splits}); });
-  };
-  const bool fours = packs(4, p.out, p.cu_seqlens_q ? 1 : p.sequences, p.heads_q, p.rows_q, p.head_dim_v);
-  switch (p.dtype) {
-    case DType::f16: return fours ? with(Pack<__half, 4>()) : with(Pack<__half, 1>());
-    case DType::bf16: return fours ? with(Pack<__nv_bfloat16, 4>()) : with(Pack<__nv_bfloat16, 1>());
-    default: return fours ? with(Pack<float, 4>()) : with(Pack<float, 1>());
-  }
+  for_dtype(p.dtype, [&](auto element) {
+    using States = SplitStates<decltype(element)>;
+    const int64_t batch = p.cu_seqlens_q ? 1 : p.sequences;
+    const bool whole = packs(States::width, p.out, batch, p.heads_q, p.rows_q, p.head_dim_v);
+    for_rows(splits.rows, p.head_dim_v, States::width, States::teams,
+             [&](dim3 grid, dim3 block) { merge_rows<<<grid, block, 0, stream>>>(States{p, splits, whole}); });
+  });
 }
 
 int64_t merge_grad_scratch(const MergeGradParams& p) { return 2 * list_bytes(p.forward); }
@@ -351,8 +359,12 @@ void merge_grad(const MergeGradParams& p, void* scratch, void* stream) {
   MergeGradParams on_device = p;
   on_device.forward.inputs = states.memory;
   on_device.grad_inputs = grads.memory;
-  for_rows(p.forward, packs(p), [&](auto pack, dim3 grid, dim3 block) {
-    merge_grad_rows<decltype(pack)><<<grid, block, 0, s>>>(on_device, states.list, grads.list);
+  for_dtype(p.forward.dtype, [&](auto element) {
+    using T = decltype(element);
+    const int64_t rows = p.forward.batch * p.forward.heads * p.forward.rows;
+    for_rows(rows, p.forward.dim, Row<T>::width, 1, [&](dim3 grid, dim3 block) {
+      merge_grad_rows<T><<<grid, block, 0, s>>>(on_device, states.list, grads.list, packs(p));
+    });
   });
 }
 

@@ -7,10 +7,10 @@
         out, lse = torch.ops.flashsoftmax_interpreted.attention(...)     # on CPU tensors, the schema of flashsoftmax
     print(run.launches[0])                                # what each kernel did: see Launched
 
-The launchers of csrc/cuda run as they are: the CUDA runtime that they call is the interpreter, whose device pointers are
-pointers of the host, and whose streams run what they are given at once. A session begins with a seed: 0 runs warps and
-blocks in order, each other seed interleaves them in its own way. What a kernel must not do raises Fault, which says what,
-in which kernel, at which line of CUDA and of PTX, block and thread, and leaves the session:
+The launchers of csrc/cuda run as they are: the CUDA runtime that they call is the interpreter, whose device pointers
+are pointers of the host, and whose streams run what they are given at once. A session begins with a seed: 0 runs warps
+and blocks in order, each other seed interleaves them in its own way. What a kernel must not do raises Fault, which says
+what, in which kernel, at which line of CUDA and of PTX, block and thread, and leaves the session:
 
 - global memory: out of the bounds of a tensor (also between its rows), misaligned, a write to an input, a read of what
   nobody wrote, an output that was not written; two blocks of one launch at one address, unless they only read or are
@@ -137,7 +137,7 @@ class _Operators(TorchDispatchMode):
     """Tells the device of the tensors that an operator is called with, and checks what it returns."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.run = run
 
     @classmethod
@@ -155,14 +155,14 @@ class _Operators(TorchDispatchMode):
             for n, x in enumerate(value if isinstance(value, list | tuple) else [value]):
                 if isinstance(x, Tensor) and x.numel():
                     self.run.input(f"{name}[{n}]" if isinstance(value, list | tuple) else name, x)
-        fill = torch.utils.deterministic.fill_uninitialized_memory
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+        deterministic: Any = torch.utils.deterministic  # would fill what the operator allocates
+        fill, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
         core.record_allocations(True)
         try:
             result = func(*args, **kwargs)
         finally:
             core.record_allocations(False)
-            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[assignment]
+            deterministic.fill_uninitialized_memory = fill
         if not core.failed():
             results = result if isinstance(result, list | tuple) else [result]
             self.run.check_written({f"output {n}": x for n, x in enumerate(results) if x.numel()})

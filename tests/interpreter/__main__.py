@@ -14,10 +14,10 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
 import interpreter  # noqa: E402
-
 from cases import CASES, Case  # noqa: E402
 
 console = Console()
+DEFAULT = {"forward": "65x65-dim-96", "decode": "decode-1", "backward": "heads-6-2", "merge": "17x1"}  # cases
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -98,8 +98,8 @@ def show(launched: interpreter.Launched) -> None:
 def main() -> None:
     ids = [case.id for case in CASES]
     parser = argparse.ArgumentParser(prog="python -m tests.interpreter", description=__doc__)
-    parser.add_argument("kernel", choices=["forward", "decode", "backward", "merge"])
-    parser.add_argument("--case", choices=ids, metavar="ID", default="65x65-dim-96", help="of tests/cases.py")
+    parser.add_argument("kernel", choices=sorted(DEFAULT))
+    parser.add_argument("--case", choices=ids, metavar="ID", help="of tests/cases.py; few rows are decoded")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="0: warps and blocks in order; others interleave them")
     parser.add_argument("--list", action="store_true", help="the ids of the cases, and nothing else")
@@ -109,7 +109,7 @@ def main() -> None:
         return
     if reason := interpreter.unavailable():
         sys.exit(reason)
-    case = CASES[ids.index(arguments.case)]
+    case = CASES[ids.index(arguments.case or DEFAULT[arguments.kernel])]
     torch.manual_seed(0)
     try:
         for launched in run_case(arguments.kernel, case, DTYPES[arguments.dtype], arguments.seed):

@@ -174,7 +174,14 @@ def torch_flags() -> list[str]:
 
 
 def core_library() -> Path:
-    python = [*CORE[:1], "-O1", *CXX[1:], "-fno-strict-aliasing", *torch_flags(), f"-isystem{sysconfig.get_path('include')}"]
+    python = [
+        *CORE[:1],
+        "-O1",
+        *CXX[1:],
+        "-fno-strict-aliasing",
+        *torch_flags(),
+        f"-isystem{sysconfig.get_path('include')}",
+    ]
     python += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     files = sorted((HERE / "core").glob("*.cpp"))
     sources = [(file, python if file.stem == "bindings" else CORE) for file in files if file.stem != "runtime"]

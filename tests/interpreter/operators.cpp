@@ -1,7 +1,7 @@
 // The operators with the interpreter as their device: flashsoftmax_interpreted, on CPU tensors.
-#include "../../csrc/ops.h"
-
 #include <cstdlib>
+
+#include "../../csrc/ops.h"
 
 namespace flashsoftmax {
 namespace {

@@ -265,11 +265,14 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   // Where this lane's key of the next tile lies: in which page, and which row of it. Asked for a while before it is used
   uint32_t page = 0, page_row = 0;
   const auto find = [&](int tile) {
+    if (!p.block_table) return;
     const int key = tile * kTile + warp_key + lane_id();
-    if (!p.block_table || key < first || key >= last) return;
-    const uint32_t j = static_cast<uint32_t>(block.j0 + key), page_size = static_cast<uint32_t>(p.page_size);
-    page = static_cast<uint32_t>(p.block_table.advanced(block.b * p.block_table_row)[j / page_size]);
-    page_row = j % page_size;
+    if (first <= key && key < last) {
+      const uint32_t j = static_cast<uint32_t>(block.j0 + key), page_size = static_cast<uint32_t>(p.page_size);
+      page = static_cast<uint32_t>(p.block_table.advanced(block.b * p.block_table_row)[j / page_size]);
+      page_row = j % page_size;
+    }
+    __syncwarp();
   };
   // The copies to the slots: keys of tile 0, its values, keys of tile 1, ...
   const auto begin_copy = [&](int n) {

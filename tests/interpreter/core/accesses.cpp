@@ -59,7 +59,8 @@ void locate(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access ac
   const uint64_t size = space == Space::local ? block.kernel.local_bytes : params.size();
   for (Mask rest = lanes; rest; rest &= rest - 1) {
     const int l = std::countr_zero(rest);
-    if (addresses[l] + bytes > size) fault(l, "out of bounds of ", space == Space::local ? "local memory" : "parameters");
+    if (addresses[l] + bytes > size)
+      fault(l, "out of bounds of ", space == Space::local ? "local memory" : "parameters");
     if (addresses[l] % bytes) fault(l, "misaligned access of ", bytes, " bytes");
     if (space == Space::param && writes(access)) fault(l, "write to a parameter");
     memory[l] = space == Space::local ? w.local.data() + l * uint64_t(block.kernel.local_bytes) + addresses[l]
@@ -118,10 +119,15 @@ template <class T, class C> Flow store(Warp& w, const Instruction& i, Mask lanes
 const char* kSpaces[] = {"generic", "global", "shared", "param", "local"};
 
 Space take_space(Decoding& d) {
-  switch (d.take_one_of({"global", "shared", "shared::cta", "param", "param::entry", "param::func", "local", "const"})) {
-    case 0: case 7: return Space::global;
-    case 1: case 2: return Space::shared;
-    case 3: case 4: case 5: return Space::param;
+  switch (
+      d.take_one_of({"global", "shared", "shared::cta", "param", "param::entry", "param::func", "local", "const"})) {
+    case 0:
+    case 7: return Space::global;
+    case 1:
+    case 2: return Space::shared;
+    case 3:
+    case 4:
+    case 5: return Space::param;
     case 6: return Space::local;
     default: return Space::generic;
   }
@@ -149,8 +155,11 @@ void note_shared(Decoding& d, uint32_t bytes) {
 using Loaded = Types<uint8_t, int8_t, uint16_t, int16_t, uint32_t, int32_t, uint64_t, int64_t>;
 Type as_bits(Type type) {
   switch (type) {
-    case Type::f16: case Type::bf16: return Type::b16;
-    case Type::f32: case Type::f16x2: case Type::bf16x2: return Type::b32;
+    case Type::f16:
+    case Type::bf16: return Type::b16;
+    case Type::f32:
+    case Type::f16x2:
+    case Type::bf16x2: return Type::b32;
     case Type::f64: return Type::b64;
     default: return type;
   }
@@ -173,17 +182,23 @@ void load_or_store(Decoding& d, bool is_store) {
   const bool wide = kind == RegisterClass::b64;
   d.out.option = kind == RegisterClass::b16;
   for (const std::string& element : elements) {
-    if (is_store) d.read_text(element, wide ? Type::b64 : Type::b32);
-    else d.write_text(element, wide ? Type::b64 : Type::b32);
+    if (is_store)
+      d.read_text(element, wide ? Type::b64 : Type::b32);
+    else
+      d.write_text(element, wide ? Type::b64 : Type::b32);
   }
   d.by_type(Loaded(), type, [&]<class T>(T) {
     if (sizeof(T) == 8 && !wide) d.fail("width of the register");
     if (is_store) {
-      if constexpr (sizeof(T) < 8) d.out.execute = wide ? store<T, uint64_t> : store<T, uint32_t>;
-      else d.out.execute = store<T, uint64_t>;
+      if constexpr (sizeof(T) < 8)
+        d.out.execute = wide ? store<T, uint64_t> : store<T, uint32_t>;
+      else
+        d.out.execute = store<T, uint64_t>;
     } else {
-      if constexpr (sizeof(T) < 8) d.out.execute = wide ? load<T, uint64_t> : load<T, uint32_t>;
-      else d.out.execute = load<T, uint64_t>;
+      if constexpr (sizeof(T) < 8)
+        d.out.execute = wide ? load<T, uint64_t> : load<T, uint32_t>;
+      else
+        d.out.execute = load<T, uint64_t>;
       const bool uniform = d.out.space == Space::param && !d.is_register(d.statement().operands[1]) &&
                            d.out.count == 1 && wide == (sizeof(T) == 8) && !std::is_signed_v<T>;
       const bool fixed = uniform && d.statement().operands[1][1] != '%';
@@ -203,18 +218,36 @@ template <class T> T combined(int operation, T old, T x, T y) {
   switch (operation) {
     case exchange: return x;
     case add:
-      if constexpr (is_half<T>) return T(double(old) + double(x));
+      if constexpr (is_half<T>)
+        return T(double(old) + double(x));
       else if constexpr (is_pair<T>) {
         using H = decltype(old.low);
         return {H(double(old.low) + double(x.low)), H(double(old.high) + double(x.high))};
-      } else return T(old + x);
-    case minimum: if constexpr (std::is_arithmetic_v<T>) return std::min(old, x); else break;
-    case maximum: if constexpr (std::is_arithmetic_v<T>) return std::max(old, x); else break;
+      } else
+        return T(old + x);
+    case minimum:
+      if constexpr (std::is_arithmetic_v<T>)
+        return std::min(old, x);
+      else
+        break;
+    case maximum:
+      if constexpr (std::is_arithmetic_v<T>)
+        return std::max(old, x);
+      else
+        break;
     case bit_and: return back(bits(old) & bits(x));
     case bit_or: return back(bits(old) | bits(x));
     case bit_xor: return back(bits(old) ^ bits(x));
-    case increment: if constexpr (std::is_integral_v<T>) return old >= x ? T(0) : T(old + 1); else break;
-    case decrement: if constexpr (std::is_integral_v<T>) return old == 0 || old > x ? x : T(old - 1); else break;
+    case increment:
+      if constexpr (std::is_integral_v<T>)
+        return old >= x ? T(0) : T(old + 1);
+      else
+        break;
+    case decrement:
+      if constexpr (std::is_integral_v<T>)
+        return old == 0 || old > x ? x : T(old - 1);
+      else
+        break;
     default: return bits(old) == bits(x) ? y : old;
   }
   return x;
@@ -372,8 +405,10 @@ void cp(Decoding& d) {
       const std::string text = d.operand(3)[0] == '!' ? trim(d.operand(3).substr(1)) : d.operand(3);
       const bool ignore = d.is_register(text) && d.register_of(text).kind == RegisterClass::predicate;
       out.count = ignore ? 2 : 1;
-      if (ignore) d.read_predicate(3, out.negated);
-      else d.read(3, Type::b32);
+      if (ignore)
+        d.read_predicate(3, out.negated);
+      else
+        d.read(3, Type::b32);
     }
     out.execute = async_copy;
     out.kind = kind_of("cp.async");

@@ -16,31 +16,44 @@ template <class T> Pair<T> pairwise(Pair<T> a, Pair<T> b, auto f) { return {T(f(
 
 struct Add {
   template <class T> T operator()(T a, T b) const {
-    if constexpr (is_pair<T>) return pairwise(a, b, *this);
-    else if constexpr (is_half<T>) return T(double(a) + double(b));
-    else return T(a + b);
+    if constexpr (is_pair<T>)
+      return pairwise(a, b, *this);
+    else if constexpr (is_half<T>)
+      return T(double(a) + double(b));
+    else
+      return T(a + b);
   }
 };
 struct Sub {
   template <class T> T operator()(T a, T b) const {
-    if constexpr (is_pair<T>) return pairwise(a, b, *this);
-    else if constexpr (is_half<T>) return T(double(a) - double(b));
-    else return T(a - b);
+    if constexpr (is_pair<T>)
+      return pairwise(a, b, *this);
+    else if constexpr (is_half<T>)
+      return T(double(a) - double(b));
+    else
+      return T(a - b);
   }
 };
 struct Mul {
   template <class T> T operator()(T a, T b) const {
-    if constexpr (is_pair<T>) return pairwise(a, b, *this);
-    else if constexpr (is_half<T>) return T(double(a) * double(b));
-    else return T(a * b);
+    if constexpr (is_pair<T>)
+      return pairwise(a, b, *this);
+    else if constexpr (is_half<T>)
+      return T(double(a) * double(b));
+    else
+      return T(a * b);
   }
 };
 struct Fma {
   template <class T> T operator()(T a, T b, T c) const {
-    if constexpr (is_pair<T>) return {operator()(a.low, b.low, c.low), operator()(a.high, b.high, c.high)};
-    else if constexpr (is_half<T>) return T(double(a) * double(b) + double(c));
-    else if constexpr (std::is_same_v<T, float>) return __builtin_fmaf(a, b, c);
-    else return __builtin_fma(a, b, c);
+    if constexpr (is_pair<T>)
+      return {operator()(a.low, b.low, c.low), operator()(a.high, b.high, c.high)};
+    else if constexpr (is_half<T>)
+      return T(double(a) * double(b) + double(c));
+    else if constexpr (std::is_same_v<T, float>)
+      return __builtin_fmaf(a, b, c);
+    else
+      return __builtin_fma(a, b, c);
   }
 };
 // A NaN counts only where both are NaN, or where kNaN says so.
@@ -72,16 +85,22 @@ template <bool kMax, bool kNaN = false> struct Extreme {
 };
 struct Neg {
   template <class T> T operator()(T a) const {
-    if constexpr (is_pair<T>) return pairwise(a, *this);
-    else if constexpr (is_float<T>) return std::bit_cast<T>(Bits<T>(std::bit_cast<Bits<T>>(a) ^ Bits<T>(1) << (8 * sizeof(T) - 1)));
-    else return T(-a);
+    if constexpr (is_pair<T>)
+      return pairwise(a, *this);
+    else if constexpr (is_float<T>)
+      return std::bit_cast<T>(Bits<T>(std::bit_cast<Bits<T>>(a) ^ Bits<T>(1) << (8 * sizeof(T) - 1)));
+    else
+      return T(-a);
   }
 };
 struct Abs {
   template <class T> T operator()(T a) const {
-    if constexpr (is_pair<T>) return pairwise(a, *this);
-    else if constexpr (is_float<T>) return std::bit_cast<T>(Bits<T>(std::bit_cast<Bits<T>>(a) & ~(Bits<T>(1) << (8 * sizeof(T) - 1))));
-    else return T(a < 0 ? -a : a);
+    if constexpr (is_pair<T>)
+      return pairwise(a, *this);
+    else if constexpr (is_float<T>)
+      return std::bit_cast<T>(Bits<T>(std::bit_cast<Bits<T>>(a) & ~(Bits<T>(1) << (8 * sizeof(T) - 1))));
+    else
+      return T(a < 0 ? -a : a);
   }
 };
 
@@ -103,17 +122,31 @@ template <int kArity, class... T, class F> Decoder same(Types<T...> types, F) {
 // The same of integers and floats, whose modifiers differ.
 template <int kArity, class F> Decoder numbers(F f) {
   return [=](Decoding& d) {
-    same<kArity>(Types<uint16_t, int16_t, uint32_t, int32_t, uint64_t, int64_t, float, double, f16, bf16, f16x2, bf16x2>(), f)(d);
+    same<kArity>(
+        Types<uint16_t, int16_t, uint32_t, int32_t, uint64_t, int64_t, float, double, f16, bf16, f16x2, bf16x2>(),
+        f)(d);
   };
 }
 
 template <class T> struct Twice;
-template <> struct Twice<uint16_t> { using type = uint32_t; };
-template <> struct Twice<int16_t> { using type = int32_t; };
-template <> struct Twice<uint32_t> { using type = uint64_t; };
-template <> struct Twice<int32_t> { using type = int64_t; };
-template <> struct Twice<uint64_t> { using type = unsigned __int128; };
-template <> struct Twice<int64_t> { using type = __int128; };
+template <> struct Twice<uint16_t> {
+  using type = uint32_t;
+};
+template <> struct Twice<int16_t> {
+  using type = int32_t;
+};
+template <> struct Twice<uint32_t> {
+  using type = uint64_t;
+};
+template <> struct Twice<int32_t> {
+  using type = int64_t;
+};
+template <> struct Twice<uint64_t> {
+  using type = unsigned __int128;
+};
+template <> struct Twice<int64_t> {
+  using type = __int128;
+};
 using Narrow = Types<uint16_t, int16_t, uint32_t, int32_t>;
 
 struct MulWide {
@@ -192,13 +225,14 @@ struct Rem {
 
 struct AddSat {
   int32_t operator()(int32_t a, int32_t b) const {
-    return std::clamp<int64_t>(int64_t(a) + b, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max());
+    return std::clamp<int64_t>(int64_t(a) + b, std::numeric_limits<int32_t>::min(),
+                               std::numeric_limits<int32_t>::max());
   }
 };
 
 // add.cc, addc, sub.cc, subc: the carry is a register of its own. kSub: a - b, where a borrow is a carry of 1.
 template <class T, bool kSub> Flow with_carry(Warp& w, const Instruction& i, Mask lanes) {
-  const Cell<T> *a = w.cells<T>(i.src[0]), *b = w.cells<T>(i.src[1]);
+  const Cell<T>*a = w.cells<T>(i.src[0]), *b = w.cells<T>(i.src[1]);
   Cell<T>* to = w.cells<T>(i.dst[0]);
   Mask& carry = w.predicate(w.block->kernel.carry);
   for (Mask rest = lanes; rest; rest &= rest - 1) {
@@ -231,8 +265,10 @@ template <bool kSub> void add_or_sub(Decoding& d) {
     d.take("sat");
     return same<2>(Types<int32_t>(), AddSat())(d);
   }
-  if constexpr (kSub) numbers<2>(Sub())(d);
-  else numbers<2>(Add())(d);
+  if constexpr (kSub)
+    numbers<2>(Sub())(d);
+  else
+    numbers<2>(Add())(d);
 }
 
 template <bool kMax> void extreme(Decoding& d) {
@@ -242,15 +278,25 @@ template <bool kMax> void extreme(Decoding& d) {
 
 // ----------------------------------------------------------------------------------------------------------- bits
 
-struct And { template <class T> T operator()(T a, T b) const { return T(a & b); } };
-struct Or { template <class T> T operator()(T a, T b) const { return T(a | b); } };
-struct Xor { template <class T> T operator()(T a, T b) const { return T(a ^ b); } };
-struct Not { template <class T> T operator()(T a) const { return T(~a); } };
+struct And {
+  template <class T> T operator()(T a, T b) const { return T(a & b); }
+};
+struct Or {
+  template <class T> T operator()(T a, T b) const { return T(a | b); }
+};
+struct Xor {
+  template <class T> T operator()(T a, T b) const { return T(a ^ b); }
+};
+struct Not {
+  template <class T> T operator()(T a) const { return T(~a); }
+};
 
 template <class F> Flow on_predicates(Warp& w, const Instruction& i, Mask lanes) {
   Mask value;
-  if constexpr (std::is_same_v<F, Not>) value = ~w.predicate(i.src[0]);
-  else value = F()(w.predicate(i.src[0]), w.predicate(i.src[1]));
+  if constexpr (std::is_same_v<F, Not>)
+    value = ~w.predicate(i.src[0]);
+  else
+    value = F()(w.predicate(i.src[0]), w.predicate(i.src[1]));
   w.set_predicate(i.dst[0], value, lanes, w.known(i));
   return Flow::next;
 }
@@ -271,14 +317,14 @@ struct ShiftLeft {
 struct ShiftRight {
   template <class T> T operator()(T a, uint32_t n) const {
     const uint32_t most = 8 * sizeof(T) - 1;
-    if constexpr (std::is_signed_v<T>) return T(a >> std::min(n, most));
-    else return n <= most ? T(a >> n) : T(0);
+    if constexpr (std::is_signed_v<T>)
+      return T(a >> std::min(n, most));
+    else
+      return n <= most ? T(a >> n) : T(0);
   }
 };
 template <class F, class... T> Decoder shift(Types<T...> types, F) {
-  return [=](Decoding& d) {
-    d.by_type(types, d.take_type(), [&]<class U>(U) { elementwise<U, F, U, uint32_t>(d); });
-  };
+  return [=](Decoding& d) { d.by_type(types, d.take_type(), [&]<class U>(U) { elementwise<U, F, U, uint32_t>(d); }); };
 }
 
 // Bit by bit the table's entry for (a, b, c).
@@ -304,10 +350,14 @@ template <bool kLeft, bool kWrap> struct FunnelShift {
 void funnel(Decoding& d) {
   const bool left = d.take_one_of({"l", "r"}) == 0, wrap = d.take_one_of({"wrap", "clamp"}) == 0;
   if (!means<uint32_t>(d.take_type())) d.fail("type");
-  if (left && wrap) elementwise<uint32_t, FunnelShift<true, true>, uint32_t, uint32_t, uint32_t>(d);
-  else if (left) elementwise<uint32_t, FunnelShift<true, false>, uint32_t, uint32_t, uint32_t>(d);
-  else if (wrap) elementwise<uint32_t, FunnelShift<false, true>, uint32_t, uint32_t, uint32_t>(d);
-  else elementwise<uint32_t, FunnelShift<false, false>, uint32_t, uint32_t, uint32_t>(d);
+  if (left && wrap)
+    elementwise<uint32_t, FunnelShift<true, true>, uint32_t, uint32_t, uint32_t>(d);
+  else if (left)
+    elementwise<uint32_t, FunnelShift<true, false>, uint32_t, uint32_t, uint32_t>(d);
+  else if (wrap)
+    elementwise<uint32_t, FunnelShift<false, true>, uint32_t, uint32_t, uint32_t>(d);
+  else
+    elementwise<uint32_t, FunnelShift<false, false>, uint32_t, uint32_t, uint32_t>(d);
 }
 
 struct Permute {
@@ -324,8 +374,12 @@ struct Permute {
   }
 };
 
-struct PopCount { template <class T> uint32_t operator()(T a) const { return std::popcount(a); } };
-struct LeadingZeros { template <class T> uint32_t operator()(T a) const { return std::countl_zero(a); } };
+struct PopCount {
+  template <class T> uint32_t operator()(T a) const { return std::popcount(a); }
+};
+struct LeadingZeros {
+  template <class T> uint32_t operator()(T a) const { return std::countl_zero(a); }
+};
 template <bool kShiftAmount> struct FindLeading {
   template <class T> uint32_t operator()(T a) const {
     auto bits = std::make_unsigned_t<T>(std::is_signed_v<T> && a < 0 ? ~a : a);
@@ -383,10 +437,14 @@ template <class A, class B> struct Dot4 {
 };
 void dot4(Decoding& d) {
   const Type a = d.take_type(), b = d.take_type();
-  if (a == Type::u32 && b == Type::u32) elementwise<uint32_t, Dot4<uint8_t, uint8_t>, uint32_t, uint32_t, uint32_t>(d);
-  else if (a == Type::s32 && b == Type::s32) elementwise<uint32_t, Dot4<int8_t, int8_t>, uint32_t, uint32_t, uint32_t>(d);
-  else if (a == Type::u32) elementwise<uint32_t, Dot4<uint8_t, int8_t>, uint32_t, uint32_t, uint32_t>(d);
-  else elementwise<uint32_t, Dot4<int8_t, uint8_t>, uint32_t, uint32_t, uint32_t>(d);
+  if (a == Type::u32 && b == Type::u32)
+    elementwise<uint32_t, Dot4<uint8_t, uint8_t>, uint32_t, uint32_t, uint32_t>(d);
+  else if (a == Type::s32 && b == Type::s32)
+    elementwise<uint32_t, Dot4<int8_t, int8_t>, uint32_t, uint32_t, uint32_t>(d);
+  else if (a == Type::u32)
+    elementwise<uint32_t, Dot4<uint8_t, int8_t>, uint32_t, uint32_t, uint32_t>(d);
+  else
+    elementwise<uint32_t, Dot4<int8_t, uint8_t>, uint32_t, uint32_t, uint32_t>(d);
 }
 
 // ----------------------------------------------------------------------------------------------------- transcendental
@@ -405,24 +463,42 @@ inline double exp2_of(double x) {
 struct Exp2 {
   float operator()(float x) const { return x != x ? x : float(exp2_of(x)); }
   template <class T> T operator()(T x) const {
-    if constexpr (is_pair<T>) return pairwise(x, *this);
-    else return T(exp2_of(double(x)));
+    if constexpr (is_pair<T>)
+      return pairwise(x, *this);
+    else
+      return T(exp2_of(double(x)));
   }
 };
-struct Log2 { float operator()(float x) const { return std::log2(double(x)); } };
-struct Reciprocal { template <class T> T operator()(T x) const { return T(1) / x; } };
-struct SquareRoot { template <class T> T operator()(T x) const { return std::sqrt(x); } };
-struct ReciprocalRoot { template <class T> T operator()(T x) const { return T(1 / std::sqrt(double(x))); } };
+struct Log2 {
+  float operator()(float x) const { return std::log2(double(x)); }
+};
+struct Reciprocal {
+  template <class T> T operator()(T x) const { return T(1) / x; }
+};
+struct SquareRoot {
+  template <class T> T operator()(T x) const { return std::sqrt(x); }
+};
+struct ReciprocalRoot {
+  template <class T> T operator()(T x) const { return T(1 / std::sqrt(double(x))); }
+};
 struct Tanh {
   template <class T> T operator()(T x) const {
-    if constexpr (is_pair<T>) return pairwise(x, *this);
-    else return T(std::tanh(double(x)));
+    if constexpr (is_pair<T>)
+      return pairwise(x, *this);
+    else
+      return T(std::tanh(double(x)));
   }
 };
-struct Sine { float operator()(float x) const { return std::sin(double(x)); } };
-struct Cosine { float operator()(float x) const { return std::cos(double(x)); } };
+struct Sine {
+  float operator()(float x) const { return std::sin(double(x)); }
+};
+struct Cosine {
+  float operator()(float x) const { return std::cos(double(x)); }
+};
 
-struct CopySign { template <class T> T operator()(T sign, T x) const { return std::copysign(x, sign); } };
+struct CopySign {
+  template <class T> T operator()(T sign, T x) const { return std::copysign(x, sign); }
+};
 
 template <int kTest> struct Test {
   template <class T> bool operator()(T x) const {
@@ -485,7 +561,7 @@ template <int kComparison> struct Compare {
 };
 
 template <class T, class F> Mask compare_lanes(Warp& w, const Instruction& i) {
-  const Cell<T> *a = w.cells<T>(i.src[0]), *b = w.cells<T>(i.src[1]);
+  const Cell<T>*a = w.cells<T>(i.src[0]), *b = w.cells<T>(i.src[1]);
   const MathMode mode(i.csr);
   Mask result = 0;
   for (int l = 0; l < kLanes; l++) result |= F()(from_cell<T>(a[l]), from_cell<T>(b[l])) ? Mask(1) << l : 0;
@@ -596,8 +672,14 @@ void add_arithmetic(Table& t) {
   t["subc"] = [](Decoding& d) { carries<true>(d, true); };
   t["mul"] = multiply;
   t["mad"] = multiply_add;
-  t["mul24"] = [](Decoding& d) { d.take("lo"); same<2>(Types<uint32_t, int32_t>(), Mul24())(d); };
-  t["mad24"] = [](Decoding& d) { d.take("lo"); same<3>(Types<uint32_t, int32_t>(), Mad24())(d); };
+  t["mul24"] = [](Decoding& d) {
+    d.take("lo");
+    same<2>(Types<uint32_t, int32_t>(), Mul24())(d);
+  };
+  t["mad24"] = [](Decoding& d) {
+    d.take("lo");
+    same<3>(Types<uint32_t, int32_t>(), Mad24())(d);
+  };
   t["sad"] = same<3>(Integers(), Sad());
   t["fma"] = same<3>(Floats(), Fma());
   t["div"] = numbers<2>(Div());

@@ -113,14 +113,14 @@ PYBIND11_MODULE(core, m) {
   m.def("failed", [] { return Device::get().failed(); });
   m.def("clear_memory", [] { Device::get().memory.clear(); });
   m.def("record_allocations", [](bool on) { RecordingAllocator::get().record(on); });
-  m.def("declare_input", [](const std::string& name, uint64_t data, const Sizes& sizes, const Sizes& strides,
-                            int64_t item) {
-    Device::get().memory.declare(name, data, sizes, strides, item, kReadable | kWritten);
-  });
-  m.def("declare_output", [](const std::string& name, uint64_t data, const Sizes& sizes, const Sizes& strides,
-                             int64_t item) {
-    Device::get().memory.declare(name, data, sizes, strides, item, kReadable | kWritable);
-  });
+  m.def("declare_input",
+        [](const std::string& name, uint64_t data, const Sizes& sizes, const Sizes& strides, int64_t item) {
+          Device::get().memory.declare(name, data, sizes, strides, item, kReadable | kWritten);
+        });
+  m.def("declare_output",
+        [](const std::string& name, uint64_t data, const Sizes& sizes, const Sizes& strides, int64_t item) {
+          Device::get().memory.declare(name, data, sizes, strides, item, kReadable | kWritable);
+        });
   m.def("host_write", [](uint64_t data, uint64_t bytes) { Device::get().memory.host_write(data, bytes); });
   m.def("unwritten", [](uint64_t data, const Sizes& sizes, const Sizes& strides, int64_t item) {
     Device::get().memory.note_host_writes();
@@ -133,18 +133,20 @@ PYBIND11_MODULE(core, m) {
   });
   py::class_<Module>(m, "Module")
       .def(py::init<std::string>())
-      .def("kernels", [](const Module& module) {
-        std::vector<std::string> names;
-        for (const auto& [name, function] : module.functions)
-          if (function.entry) names.push_back(name);
-        return names;
-      })
-      .def("illegal", [](Module& module, const std::string& name) {
-        std::vector<std::string> texts;
-        for (const Statement& s : module.kernel(name).statements)
-          if (!s.text.empty() && s.text.back() == ']' && s.text.find("  [") != std::string::npos)
-            texts.push_back("line " + std::to_string(s.line) + ": " + s.text);
-        return texts;
-      })
+      .def("kernels",
+           [](const Module& module) {
+             std::vector<std::string> names;
+             for (const auto& [name, function] : module.functions)
+               if (function.entry) names.push_back(name);
+             return names;
+           })
+      .def("illegal",
+           [](Module& module, const std::string& name) {
+             std::vector<std::string> texts;
+             for (const Statement& s : module.kernel(name).statements)
+               if (!s.text.empty() && s.text.back() == ']' && s.text.find("  [") != std::string::npos)
+                 texts.push_back("line " + std::to_string(s.line) + ": " + s.text);
+             return texts;
+           })
       .def("launch", &launch);
 }

@@ -18,7 +18,9 @@ void take_float_modifiers(Decoding& d) {
 
 namespace {
 
-struct Same { template <class T> T operator()(T x) const { return x; } };
+struct Same {
+  template <class T> T operator()(T x) const { return x; }
+};
 
 Flow move_predicate(Warp& w, const Instruction& i, Mask lanes) {
   w.set_predicate(i.dst[0], w.predicate(i.src[0]), lanes, w.known(i));
@@ -46,8 +48,7 @@ Flow unpack(Warp& w, const Instruction& i, Mask lanes) {
   const Mask known = w.known(i);
   const uint64_t mask = ~uint64_t(0) >> (64 - 8 * i.size);
   uint64_t from[kLanes];
-  for (int l = 0; l < kLanes; l++)
-    from[l] = i.wide ? w.cells<uint64_t>(i.src[0])[l] : w.cells<uint32_t>(i.src[0])[l];
+  for (int l = 0; l < kLanes; l++) from[l] = i.wide ? w.cells<uint64_t>(i.src[0])[l] : w.cells<uint32_t>(i.src[0])[l];
   for (int d = 0; d < i.dsts; d++) {
     uint32_t out[kLanes];
     for (int l = 0; l < kLanes; l++) out[l] = from[l] >> 8 * i.size * d & mask;
@@ -112,8 +113,10 @@ template <class D, class S> D converted(S x, Round round, bool saturate) {
   if constexpr (is_float<S> && is_float<D>) {
     double y = rounded(x, round);
     if (saturate) y = y > 0 ? (y < 1 ? y : 1) : 0;
-    if constexpr (std::is_same_v<S, float> && is_half<D>) return D::of(float(y));
-    else return D(y);
+    if constexpr (std::is_same_v<S, float> && is_half<D>)
+      return D::of(float(y));
+    else
+      return D(y);
   } else if constexpr (is_float<S>) {
     return float_to_integer<D>(rounded(x, round));
   } else if constexpr (is_half<D>) {
@@ -261,7 +264,8 @@ Flow convert_address(Warp& w, const Instruction& i, Mask lanes) {
 
 Space take_space(Decoding& d) {
   switch (d.take_one_of({"global", "shared", "shared::cta", "param", "local", "const"})) {
-    case 1: case 2: return Space::shared;
+    case 1:
+    case 2: return Space::shared;
     case 3: return Space::param;
     case 4: return Space::local;
     default: return Space::global;
@@ -288,9 +292,9 @@ Flow is_in_space(Warp& w, const Instruction& i, Mask lanes) {
     return address >= base && address < base + size;
   };
   for (int l = 0; l < kLanes; l++) {
-    const bool yes = i.space == Space::global ? !within(Space::shared, l) && !within(Space::local, l) &&
-                                                    !within(Space::param, l)
-                                              : within(i.space, l);
+    const bool yes = i.space == Space::global
+                         ? !within(Space::shared, l) && !within(Space::local, l) && !within(Space::param, l)
+                         : within(i.space, l);
     value |= Mask(yes) << l;
   }
   w.set_predicate(i.dst[0], value, lanes, w.known(i));

@@ -11,8 +11,7 @@
 namespace interpreter {
 
 void Warp::need(uint32_t slot, Mask lanes, const char* what) {
-  if (const Mask missing = lanes & ~defined[slot])
-    fault(std::countr_zero(missing), "uninitialised register: ", what);
+  if (const Mask missing = lanes & ~defined[slot]) fault(std::countr_zero(missing), "uninitialised register: ", what);
 }
 
 void Warp::addresses(const Instruction& i, Mask lanes, uint64_t* to, size_t source) {
@@ -101,8 +100,8 @@ void Block::specials(Warp& warp) {
     return 0;  // clocks, and which multiprocessor this is
   };
   for (const Special& special : kernel.specials) {
-    const bool wide = special.name == "dynamic_shared64" || special.name == "%clock64" ||
-                      special.name == "%globaltimer";
+    const bool wide =
+        special.name == "dynamic_shared64" || special.name == "%clock64" || special.name == "%globaltimer";
     for (int l = 0; l < kLanes; l++) {
       if (wide)
         warp.cells<uint64_t>(special.slot)[l] = value(special.name, l);
@@ -225,7 +224,8 @@ bool Block::step(Warp& warp, uint64_t budget) {
 void Block::arrive(Warp& warp, uint32_t number, uint32_t threads, bool waits) {
   Barrier& barrier = barriers[number];
   if (barrier.threads && barrier.wanted != threads)
-    fault(-1, "warps wait at barrier ", number, " for different numbers of threads: ", barrier.wanted, " and ", threads);
+    fault(-1, "warps wait at barrier ", number, " for different numbers of threads: ", barrier.wanted, " and ",
+          threads);
   if (threads % kLanes) fault(-1, "a barrier of ", threads, " threads, wanted a multiple of ", kLanes);
   if (barrier.waiting >> warp.id & 1) fault(-1, "a warp arrives twice at barrier ", number);
   barrier.threads += kLanes;

@@ -72,9 +72,7 @@ struct Warp {
     for (int s = 0; s < i.srcs; s++) all &= defined[i.src[s]];
     return all;
   }
-  void define(uint32_t slot, Mask lanes, Mask known) {
-    defined[slot] = (defined[slot] & ~lanes) | (known & lanes);
-  }
+  void define(uint32_t slot, Mask lanes, Mask known) { defined[slot] = (defined[slot] & ~lanes) | (known & lanes); }
   void need(uint32_t slot, Mask lanes, const char* what);
   void set_predicate(uint32_t slot, Mask value, Mask lanes, Mask known) {
     predicate(slot) = (predicate(slot) & ~lanes) | (value & lanes);

@@ -69,8 +69,10 @@ void matrices(Decoding& d, bool is_store) {
   d.out.space = Space::shared;
   d.read_address(is_store ? 0 : 1);
   for (const std::string& text : d.elements(is_store ? 1 : 0)) {
-    if (is_store) d.read_text(text, Type::b32);
-    else d.write_text(text, Type::b32);
+    if (is_store)
+      d.read_text(text, Type::b32);
+    else
+      d.write_text(text, Type::b32);
   }
   d.out.together = Together::live;
   d.out.execute = is_store ? store_matrices : load_matrices;
@@ -110,8 +112,10 @@ template <class T, int K> Flow multiply_matrices(Warp& w, const Instruction& i, 
     if constexpr (kWhole) {
       for (int l = 0; l < kLanes; l++) {
         const float x = std::bit_cast<float>(cells[l] & 0xffffe000);
-        if (of_a) a[l / 4 + 8 * (part % 2)][l % 4 + 4 * (part / 2)] = x;
-        else b[l % 4 + 4 * part][l / 4] = x;
+        if (of_a)
+          a[l / 4 + 8 * (part % 2)][l % 4 + 4 * (part / 2)] = x;
+        else
+          b[l % 4 + 4 * part][l / 4] = x;
       }
     } else {
       unpack<T>(cells, low, high);
@@ -128,8 +132,7 @@ template <class T, int K> Flow multiply_matrices(Warp& w, const Instruction& i, 
     }
   }
   for (int r = 0; r < 4; r++)
-    for (int l = 0; l < kLanes; l++)
-      c[l / 4 + 8 * (r / 2)][l % 4 * 2 + r % 2] = w.value<float>(i.src[kA + kB + r], l);
+    for (int l = 0; l < kLanes; l++) c[l / 4 + 8 * (r / 2)][l % 4 * 2 + r % 2] = w.value<float>(i.src[kA + kB + r], l);
   for (int row = 0; row < 16; row++)
     for (int k = 0; k < K; k++)
       for (int column = 0; column < 8; column++) c[row][column] += a[row][k] * b[k][column];
@@ -150,10 +153,14 @@ void mma(Decoding& d) {
   if (type_d != Type::f32 || type_c != Type::f32 || type_a != type_b) d.fail("types");
   const bool k16 = shape == "m16n8k16";
   if (!k16 && shape != "m16n8k8" && shape != "m16n8k4") d.fail("shape");
-  if (type_a == Type::f16) d.out.execute = k16 ? multiply_matrices<f16, 16> : multiply_matrices<f16, 8>;
-  else if (type_a == Type::bf16) d.out.execute = k16 ? multiply_matrices<bf16, 16> : multiply_matrices<bf16, 8>;
-  else if (type_a == Type::tf32) d.out.execute = shape == "m16n8k8" ? multiply_matrices<tf32, 8> : multiply_matrices<tf32, 4>;
-  else d.fail("types");
+  if (type_a == Type::f16)
+    d.out.execute = k16 ? multiply_matrices<f16, 16> : multiply_matrices<f16, 8>;
+  else if (type_a == Type::bf16)
+    d.out.execute = k16 ? multiply_matrices<bf16, 16> : multiply_matrices<bf16, 8>;
+  else if (type_a == Type::tf32)
+    d.out.execute = shape == "m16n8k8" ? multiply_matrices<tf32, 8> : multiply_matrices<tf32, 4>;
+  else
+    d.fail("types");
   if (shape == "m16n8k4" ? type_a != Type::tf32 : k16 && type_a == Type::tf32) d.fail("shape");
   for (const std::string& text : d.elements(0)) d.write_text(text, Type::b32);
   for (int operand : {1, 2, 3})

@@ -3,24 +3,25 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <functional>
 
 #include "fault.h"
 
 namespace interpreter {
 namespace {
 
-// Calls visit(offset in bytes) for each element.
-void for_elements(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t item,
-                  const std::function<void(int64_t)>& visit) {
+// Calls visit(offset in bytes, elements) for elements that follow each other, in the order of the tensor.
+template <class Visit>
+void for_elements(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t item, Visit&& visit) {
   for (int64_t size : sizes)
     if (size == 0) return;
-  std::vector<int64_t> index(sizes.size(), 0);
+  const bool rows = !sizes.empty() && strides.back() == 1;
+  const size_t outer = sizes.size() - rows;
+  std::vector<int64_t> index(outer, 0);
   while (true) {
     int64_t offset = 0;
-    for (size_t d = 0; d < sizes.size(); d++) offset += index[d] * strides[d] * item;
-    visit(offset);
-    size_t d = sizes.size();
+    for (size_t d = 0; d < outer; d++) offset += index[d] * strides[d] * item;
+    visit(offset, rows ? sizes.back() : 1);
+    size_t d = outer;
     while (d > 0 && ++index[d - 1] == sizes[d - 1]) index[--d] = 0;
     if (d == 0) return;
   }
@@ -66,9 +67,9 @@ void GlobalMemory::declare(const std::string& name, uint64_t data, const std::ve
   region->reader.assign(bytes, 0);
   for (const auto& other : overlapping)
     for (size_t b = 0; b < other->flags.size(); b++) region->flags[other->begin - region->begin + b] |= other->flags[b];
-  for_elements(sizes, strides, item, [&](int64_t offset) {
-    uint8_t* of_element = &region->flags[data + offset - region->begin];
-    for (int64_t b = 0; b < item; b++) of_element[b] |= flags;
+  for_elements(sizes, strides, item, [&](int64_t offset, int64_t elements) {
+    uint8_t* of_elements = &region->flags[data + offset - region->begin];
+    for (int64_t b = 0; b < elements * item; b++) of_elements[b] |= flags;
   });
   regions_.push_back(std::move(region));
   std::sort(regions_.begin(), regions_.end(), [](const auto& a, const auto& b) { return a->begin < b->begin; });
@@ -158,10 +159,11 @@ int64_t GlobalMemory::unwritten(uint64_t data, const std::vector<int64_t>& sizes
   const Region* region = find(data);
   int64_t first = -1, index = 0;
   if (!region) return first;
-  for_elements(sizes, strides, item, [&](int64_t offset) {
-    for (int64_t b = 0; b < item; b++)
-      if (first < 0 && !(region->flags.at(data + offset + b - region->begin) & kWritten)) first = index;
-    index++;
+  for_elements(sizes, strides, item, [&](int64_t offset, int64_t elements) {
+    const uint8_t* of_elements = &region->flags[data + offset - region->begin];
+    for (int64_t b = 0; b < elements * item && first < 0; b++)
+      if (!(of_elements[b] & kWritten)) first = index + b / item;
+    index += elements;
   });
   return first;
 }
@@ -218,8 +220,8 @@ void GlobalMemory::check(int lane, uint32_t block, uint64_t address, uint32_t si
   Region* region = find(address);
   const uint32_t me = stamp_ + 1 + block;
   if (!region || address + size > region->end) {
-    fault(lane, "global ", writes(access) ? "write" : "read", " of ", size, " bytes out of bounds at ",
-          in_hex(address), ": ", region ? "it goes beyond the end of " + region->name : nearest(address));
+    fault(lane, "global ", writes(access) ? "write" : "read", " of ", size, " bytes out of bounds at ", in_hex(address),
+          ": ", region ? "it goes beyond the end of " + region->name : nearest(address));
   }
   if (address % size)
     fault(lane, "misaligned global access of ", size, " bytes at ", describe(*region, address), ", address ",

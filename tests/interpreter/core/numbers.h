@@ -65,24 +65,63 @@ template <class T> constexpr bool is_float = std::is_floating_point_v<T> || is_h
 // A lane of a register: 32 bits, or 64 for types that need them. Narrower values have zeros above them.
 template <class T> using Cell = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 template <size_t kBytes> struct UnsignedOf;
-template <> struct UnsignedOf<1> { using type = uint8_t; };
-template <> struct UnsignedOf<2> { using type = uint16_t; };
-template <> struct UnsignedOf<4> { using type = uint32_t; };
-template <> struct UnsignedOf<8> { using type = uint64_t; };
+template <> struct UnsignedOf<1> {
+  using type = uint8_t;
+};
+template <> struct UnsignedOf<2> {
+  using type = uint16_t;
+};
+template <> struct UnsignedOf<4> {
+  using type = uint32_t;
+};
+template <> struct UnsignedOf<8> {
+  using type = uint64_t;
+};
 template <class T> using Bits = typename UnsignedOf<sizeof(T)>::type;
 
 template <class T> T from_cell(Cell<T> cell) { return std::bit_cast<T>(Bits<T>(cell)); }
 template <class T> Cell<T> to_cell(T x) { return std::bit_cast<Bits<T>>(x); }
 
 enum class Type : uint8_t {
-  none, u8, u16, u32, u64, s8, s16, s32, s64, b8, b16, b32, b64, b128, f16, bf16, tf32, f16x2, bf16x2, f32, f64, pred
+  none,
+  u8,
+  u16,
+  u32,
+  u64,
+  s8,
+  s16,
+  s32,
+  s64,
+  b8,
+  b16,
+  b32,
+  b64,
+  b128,
+  f16,
+  bf16,
+  tf32,
+  f16x2,
+  bf16x2,
+  f32,
+  f64,
+  pred
 };
 
 inline int bytes(Type type) {
   switch (type) {
-    case Type::u8: case Type::s8: case Type::b8: case Type::pred: return 1;
-    case Type::u16: case Type::s16: case Type::b16: case Type::f16: case Type::bf16: return 2;
-    case Type::u64: case Type::s64: case Type::b64: case Type::f64: return 8;
+    case Type::u8:
+    case Type::s8:
+    case Type::b8:
+    case Type::pred: return 1;
+    case Type::u16:
+    case Type::s16:
+    case Type::b16:
+    case Type::f16:
+    case Type::bf16: return 2;
+    case Type::u64:
+    case Type::s64:
+    case Type::b64:
+    case Type::f64: return 8;
     case Type::b128: return 16;
     default: return 4;
   }

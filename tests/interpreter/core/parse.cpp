@@ -246,9 +246,9 @@ std::vector<std::string> split(const std::string& text) {
 
 Type parse_type(const std::string& name) {
   static const std::unordered_map<std::string, Type> types = {
-      {"u8", Type::u8},       {"u16", Type::u16},       {"u32", Type::u32}, {"u64", Type::u64}, {"s8", Type::s8},
-      {"s16", Type::s16},     {"s32", Type::s32},       {"s64", Type::s64}, {"b8", Type::b8},   {"b16", Type::b16},
-      {"b32", Type::b32},     {"b64", Type::b64},       {"f16", Type::f16}, {"f32", Type::f32}, {"bf16", Type::bf16},
+      {"u8", Type::u8},       {"u16", Type::u16},       {"u32", Type::u32}, {"u64", Type::u64},   {"s8", Type::s8},
+      {"s16", Type::s16},     {"s32", Type::s32},       {"s64", Type::s64}, {"b8", Type::b8},     {"b16", Type::b16},
+      {"b32", Type::b32},     {"b64", Type::b64},       {"f16", Type::f16}, {"f32", Type::f32},   {"bf16", Type::bf16},
       {"f16x2", Type::f16x2}, {"bf16x2", Type::bf16x2}, {"f64", Type::f64}, {"b128", Type::b128}, {"pred", Type::pred},
       {"tf32", Type::tf32}};
   const auto found = types.find(name);
@@ -260,7 +260,8 @@ bool is_number(const std::string& text) {
 }
 
 uint64_t parse_number(const std::string& text) {
-  if (text.size() > 2 && text[0] == '0' && std::strchr("fFdD", text[1])) return std::stoull(text.substr(2), nullptr, 16);
+  if (text.size() > 2 && text[0] == '0' && std::strchr("fFdD", text[1]))
+    return std::stoull(text.substr(2), nullptr, 16);
   return text[0] == '-' ? uint64_t(std::stoll(text, nullptr, 0)) : std::stoull(text, nullptr, 0);
 }
 

@@ -92,7 +92,7 @@ struct Kernel {
   uint32_t param_bytes = 0, static_shared = 0, dynamic_align = 16, local_bytes = 0;
   uint32_t max_threads = 1024;
   uint32_t carry = 0;  // the register of carries
-  uint32_t cell = 4;  // bytes of the narrowest access that may go to shared memory
+  uint32_t cell = 4;   // bytes of the narrowest access that may go to shared memory
 
   std::vector<std::vector<uint32_t>> branch_tables;
 

@@ -80,9 +80,10 @@ cudaError_t launch(KernelHandle& handle, dim3 grid, dim3 block, void** arguments
   const Kernel& kernel = handle.kernel();
   Device& device = Device::get();
   const Dim threads = dim(block);
-  const uint32_t most = std::max(handle.most_dynamic_shared, kSharedOfBlock - std::min(kSharedOfBlock, kernel.static_shared));
-  if (dim(grid).count() == 0 || threads.count() == 0 || grid.y > 65535 || grid.z > 65535 || threads.count() > kThreadsOfBlock ||
-      block.z > 64)
+  const uint32_t most =
+      std::max(handle.most_dynamic_shared, kSharedOfBlock - std::min(kSharedOfBlock, kernel.static_shared));
+  if (dim(grid).count() == 0 || threads.count() == 0 || grid.y > 65535 || grid.z > 65535 ||
+      threads.count() > kThreadsOfBlock || block.z > 64)
     return note(cudaErrorInvalidConfiguration);
   if (threads.count() > kernel.max_threads) return note(cudaErrorInvalidConfiguration);
   if (shared > most) return note(cudaErrorInvalidValue);
@@ -160,7 +161,8 @@ cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, 
   const auto found = kernels().find(host);
   if (found == kernels().end()) return note(cudaErrorInvalidDeviceFunction);
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-  if (value < 0 || value + found->second.kernel().static_shared > kMostSharedOfBlock) return note(cudaErrorInvalidValue);
+  if (value < 0 || value + found->second.kernel().static_shared > kMostSharedOfBlock)
+    return note(cudaErrorInvalidValue);
   found->second.most_dynamic_shared = value;
   return cudaSuccess;
 }
@@ -227,7 +229,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrComputeCapabilityMajor: *value = 8; break;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
     case cudaDevAttrMaxGridDimX: *value = 0x7fffffff; break;
-    case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: *value = 65535; break;
+    case cudaDevAttrMaxGridDimY:
+    case cudaDevAttrMaxGridDimZ: *value = 65535; break;
     case cudaDevAttrL2CacheSize: *value = 40 << 20; break;
     default: return note(cudaErrorInvalidValue);
   }

@@ -9,13 +9,16 @@
 
 namespace interpreter {
 
+constexpr uint32_t kSegment = 16;
 constexpr uint32_t kInFlight = ~0u;  // the clock of an asynchronous copy that has not been waited for: nobody saw it
 
 void SharedMemory::begin_launch(uint32_t bytes, uint32_t warps, uint32_t cell) {
   size_ = bytes;
-  warps_ = (warps + 7) / 8 * 8;
+  warps_ = (warps + 3) / 4 * 4;
   cell_ = cell;
   cell_shift_ = std::countr_zero(cell);
+  per_segment_ = kSegment / cell;
+  divided_.assign(bytes / kSegment + 1, false);
   bytes_.assign(bytes + 2048, 0);
   shift_ = (1024 - reinterpret_cast<uint64_t>(bytes_.data()) % 1024) % 1024;
   written_.assign(bytes + 16, 0);
@@ -70,19 +73,38 @@ inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, Acces
   // Of its own reads a lane knows.
   const uint32_t own = read[warp.id];
   if (cell.reader == lane8 && lane8 != kSeveral) read[warp.id] = 0;
-  for (uint32_t base = 0; base < warps_; base += 8) {
+  for (uint32_t base = 0; base < warps_; base += 4) {
     uint32_t later = 0;
-    for (uint32_t other = base; other < base + 8; other++) later |= read[other] > warp.seen[other];
+    for (uint32_t other = base; other < base + 4; other++) later |= read[other] > warp.seen[other];
     if (later) after_reads(warp, lane, index);
   }
   read[warp.id] = own;
   cell = {warp.clock, uint8_t(warp.id), lane8, atomic(access) ? Writer::atomic : Writer::plain, cell.reader};
 }
 
+// The cells that stand for these bytes. joins: all of them will be as one.
+template <class Visit>
+inline void SharedMemory::for_cells(uint32_t address, uint32_t size, bool joins, Visit&& visit) {
+  const uint32_t segment = address / kSegment, first = segment * per_segment_;
+  const bool divided = divided_[segment];
+  if (size == kSegment) {
+    for (uint32_t cell = first; cell < (divided ? first + per_segment_ : first + 1); cell++) visit(cell);
+    if (divided && joins) divided_[segment] = false;
+    return;
+  }
+  if (!divided) {
+    divided_[segment] = true;
+    for (uint32_t cell = first + 1; cell < first + per_segment_; cell++) {
+      cells_[cell] = cells_[first];
+      std::copy_n(&reads_[size_t(first) * warps_], warps_, &reads_[size_t(cell) * warps_]);
+    }
+  }
+  for (uint32_t cell = address >> cell_shift_; cell <= (address + size - 1) >> cell_shift_; cell++) visit(cell);
+}
+
 template <uint32_t kSize>
 void SharedMemory::check_sized(Warp& warp, int lane, uint32_t address, Access access) {
-  const uint32_t last = (address + kSize - 1) >> cell_shift_;
-  for (uint32_t cell = address >> cell_shift_; cell <= last; cell++) check_cell(warp, lane, cell, access);
+  for_cells(address, kSize, writes(access), [&](uint32_t cell) { check_cell(warp, lane, cell, access); });
   if (!reads(access)) {
     std::memset(&written_[address], 0xff, kSize);
   } else {
@@ -94,8 +116,8 @@ void SharedMemory::check_sized(Warp& warp, int lane, uint32_t address, Access ac
 
 void SharedMemory::check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access) {
   if (address + size > size_)
-    fault(lane, "shared ", writes(access) ? "write" : "read", " of ", size, " bytes out of bounds: at ", address, " of ", size_,
-          " bytes");
+    fault(lane, "shared ", writes(access) ? "write" : "read", " of ", size, " bytes out of bounds: at ", address,
+          " of ", size_, " bytes");
   if (address % size) fault(lane, "misaligned shared access of ", size, " bytes at shared + ", address, " bytes");
   switch (size) {
     case 1: return check_sized<1>(warp, lane, address, access);
@@ -108,17 +130,18 @@ void SharedMemory::check(Warp& warp, int lane, uint64_t address, uint32_t size, 
 
 void SharedMemory::begin_async(Warp& warp, int lane, uint64_t address, uint32_t size) {
   check(warp, lane, address, size, Access::write);
-  for (uint32_t cell = address / cell_; cell <= (address + size - 1) / cell_; cell++) {
+  for_cells(address, size, true, [&](uint32_t cell) {
     cells_[cell].clock = kInFlight;
     cells_[cell].writer = Writer::async;
-  }
+  });
   std::memset(data() + address, 0xff, size);
   std::memset(&written_[address], 0, size);
 }
 
 void SharedMemory::end_async(Warp& warp, int lane, uint32_t address, uint32_t size) {
-  for (uint32_t cell = address / cell_; cell <= (address + size - 1) / cell_; cell++)
+  for_cells(address, size, true, [&](uint32_t cell) {
     cells_[cell] = {warp.clock, uint8_t(warp.id), uint8_t(lane), Writer::plain, cells_[cell].reader};
+  });
   std::memset(&written_[address], 0xff, size);
 }
 

@@ -46,14 +46,17 @@ class SharedMemory {
   static constexpr uint8_t kSeveral = 0xff;
 
   template <uint32_t kSize> void check_sized(Warp& warp, int lane, uint32_t address, Access access);
+  template <class Visit> void for_cells(uint32_t address, uint32_t size, bool joins, Visit&& visit);
   void check_cell(Warp& warp, int lane, uint32_t cell, Access access);
   void after_write(const Warp& warp, int lane, uint32_t cell, bool write) const;
   [[noreturn]] void after_reads(const Warp& warp, int lane, uint32_t cell) const;
   [[noreturn]] void race(const Warp& warp, int lane, uint32_t cell, const std::string& what) const;
 
   std::vector<uint8_t> bytes_;
-  uint32_t shift_ = 0, size_ = 0, warps_ = 1, cell_ = 4, cell_shift_ = 2;
+  uint32_t shift_ = 0, size_ = 0, warps_ = 1, cell_ = 4, cell_shift_ = 2, per_segment_ = 4;
   std::vector<uint8_t> written_;
+  // Most accesses are of 16 bytes: where all are, only the first cell of the 16 bytes is kept.
+  std::vector<bool> divided_;
   std::vector<Cell> cells_;
   std::vector<uint32_t> reads_;  // [cell][warps_], the clock of each warp's last read
 };

@@ -317,14 +317,24 @@ std::vector<std::string> Decoding::elements(size_t i) const {
   return split(text.substr(1, text.rfind('}') - 1));
 }
 
-static bool wide_special(const std::string& name) {
-  return name == "%clock64" || name == "%globaltimer";
-}
+static bool wide_special(const std::string& name) { return name == "%clock64" || name == "%globaltimer"; }
 
 static bool is_special(const std::string& name) {
-  static const char* names[] = {"%tid.", "%ntid.", "%ctaid.", "%nctaid.", "%laneid", "%warpid", "%nwarpid",
-                                "%lanemask_", "%clock", "%globaltimer", "%smid", "%nsmid", "%dynamic_smem_size",
-                                "%total_smem_size", "%gridid"};
+  static const char* names[] = {"%tid.",
+                                "%ntid.",
+                                "%ctaid.",
+                                "%nctaid.",
+                                "%laneid",
+                                "%warpid",
+                                "%nwarpid",
+                                "%lanemask_",
+                                "%clock",
+                                "%globaltimer",
+                                "%smid",
+                                "%nsmid",
+                                "%dynamic_smem_size",
+                                "%total_smem_size",
+                                "%gridid"};
   return std::any_of(std::begin(names), std::end(names), [&](const char* n) { return name.rfind(n, 0) == 0; });
 }
 

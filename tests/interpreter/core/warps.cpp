@@ -5,9 +5,7 @@ namespace interpreter {
 
 Flow exit_lanes(Warp& w, const Instruction& i, Mask lanes);
 
-static Flow illegal(Warp&, const Instruction&, Mask lanes) {
-  fault(std::countr_zero(lanes), "illegal instruction");
-}
+static Flow illegal(Warp&, const Instruction&, Mask lanes) { fault(std::countr_zero(lanes), "illegal instruction"); }
 void make_illegal(Instruction& out) { out.execute = illegal; }
 
 namespace {
@@ -119,7 +117,8 @@ void barriers(Decoding& d) {
 enum Shuffle { up, down, butterfly, indexed };
 
 Flow shuffle(Warp& w, const Instruction& i, Mask lanes) {
-  const uint32_t *from = w.cells<uint32_t>(i.src[0]), *bs = w.cells<uint32_t>(i.src[1]), *cs = w.cells<uint32_t>(i.src[2]);
+  const uint32_t *from = w.cells<uint32_t>(i.src[0]), *bs = w.cells<uint32_t>(i.src[1]),
+                 *cs = w.cells<uint32_t>(i.src[2]);
   w.need(i.src[1], lanes, "a lane to read");
   w.need(i.src[2], lanes, "limits of lanes to read");
   uint32_t out[kLanes];
@@ -130,10 +129,22 @@ Flow shuffle(Warp& w, const Instruction& i, Mask lanes) {
     int source = l;
     bool inside = false;
     switch (i.option) {
-      case up: source = l - b; inside = source >= highest; break;
-      case down: source = l + b; inside = source <= highest; break;
-      case butterfly: source = l ^ b; inside = source <= highest; break;
-      default: source = lowest | (b & ~segment); inside = source <= highest; break;
+      case up:
+        source = l - b;
+        inside = source >= highest;
+        break;
+      case down:
+        source = l + b;
+        inside = source <= highest;
+        break;
+      case butterfly:
+        source = l ^ b;
+        inside = source <= highest;
+        break;
+      default:
+        source = lowest | (b & ~segment);
+        inside = source <= highest;
+        break;
     }
     if (!inside) source = l;
     if ((lanes >> l & 1) && !(lanes >> source & 1)) fault(l, "shfl from lane ", source, ", which does not take part");
