@@ -33,6 +33,7 @@ CXX = ["-std=c++17", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden", ST
 CXX += [f"-isystem{folder}" for folder in cpp_extension.include_paths()]
 NVCC = ["-std=c++17", "-O3", "-lineinfo", "-Xcompiler=-Wall,-Wextra,-fvisibility=hidden"]
 NVCC += ["-Xptxas=--warn-on-spills,--warn-on-local-memory-usage"]
+NVCC += ["-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__"]  # which torch defines for all
 
 
 def jobs() -> int:

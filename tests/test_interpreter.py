@@ -289,7 +289,7 @@ class TestFloats:
 
     def test_roots(self, type):
         a = floats(FLOAT_TYPES[type])
-        assert same(execute(f"sqrt.rn.{type} {{d}}, {{a}};", [a], a.dtype), torch.from_numpy(np.sqrt(a.numpy())))
+        assert same(execute(f"sqrt.rn.{type} {{d}}, {{a}};", [a], a.dtype), a.sqrt())
         assert same(execute(f"rcp.rn.{type} {{d}}, {{a}};", [a], a.dtype), 1 / a)
 
     def test_properties(self, type):
@@ -357,7 +357,8 @@ class TestHalves:
 
     def rounded(self, type, x):
         if type == "f16":
-            return torch.from_numpy(x.numpy().astype(np.float16))
+            with np.errstate(over="ignore"):
+                return torch.from_numpy(x.numpy().astype(np.float16))
         # Ties of two roundings: the float next to the exact value, with an odd last bit, cannot be one.
         near = x.float()
         inexact = (near.double() != x) & x.isfinite() & near.isfinite() & (near.view(torch.int32) % 2 == 0)

@@ -364,29 +364,40 @@ __device__ __forceinline__ void multiply(Fragment<kRows, kColumns>& sum, const O
     // columns 8 * c to 8 * c + 7 lie in.
     const int lane = lane_id() % 4;
     const uint32_t b_lanes[] = {b.element(b_row, 2 * lane), b.element(b_row, 2 * lane ^ 4)};
+    // Sums over this tile's rows, 32 a lane at a time, are added: float32 shows it where many tiles are summed.
+    constexpr int kPart = 8 / kRows < kColumns ? 8 / kRows : kColumns;
+    static_assert(kColumns % kPart == 0);
     Operand<float, kRows, kDepth> left = a;
+#pragma unroll
+    for (int begin = 0; begin < kColumns; begin += kPart) {
+      if (dims <= 8 * begin) break;
+      Fragment<kRows, kPart> part;
+      part.fill(0);
 #pragma unroll 1
-    for (int k = 0; k < kDepth; k++) {
+      for (int k = 0; k < kDepth; k++) {
 #pragma unroll
-      for (int n = 0; n < 8; n++) {
-        float x[kRows][2];
-#pragma unroll
-        for (int r = 0; r < kRows; r++)
-#pragma unroll
-          for (int h = 0; h < 2; h++) x[r][h] = __shfl_sync(~0u, left.x[r][0][2 * h + n % 2], n / 2, 4);
-#pragma unroll
-        for (int c = 0; c < kColumns; c++) {
-          const float2 y = shared<float2>(b_lanes[n % 2] + (8 * k + n) * kRowBytes + (2 * c ^ n / 2 * 2) * 16);
+        for (int n = 0; n < 8; n++) {
+          float x[kRows][2];
 #pragma unroll
           for (int r = 0; r < kRows; r++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-              sum.x[r][c][2 * h] = fmaf(x[r][h], y.x, sum.x[r][c][2 * h]);
-              sum.x[r][c][2 * h + 1] = fmaf(x[r][h], y.y, sum.x[r][c][2 * h + 1]);
-            }
+            for (int h = 0; h < 2; h++) x[r][h] = __shfl_sync(~0u, left.x[r][0][2 * h + n % 2], n / 2, 4);
+#pragma unroll
+          for (int c = 0; c < kPart; c++) {
+            const float2 y =
+                shared<float2>(b_lanes[n % 2] + (8 * k + n) * kRowBytes + (2 * (begin + c) ^ n / 2 * 2) * 16);
+#pragma unroll
+            for (int r = 0; r < kRows; r++)
+#pragma unroll
+              for (int h = 0; h < 2; h++) {
+                part.x[r][c][2 * h] = fmaf(x[r][h], y.x, part.x[r][c][2 * h]);
+                part.x[r][c][2 * h + 1] = fmaf(x[r][h], y.y, part.x[r][c][2 * h + 1]);
+              }
+          }
         }
+        left.turn();
       }
-      left.turn();
+      for_each(part, [&](float& x, int r, int c, int h, int e) { sum.x[r][begin + c][2 * h + e] += x; });
     }
   }
 }

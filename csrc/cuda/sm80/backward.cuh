@@ -47,6 +47,7 @@ struct BackwardBlock {
   int64_t own0, own1;           // the rows of the block
   int64_t begin;                // the rows of the other side that meet them, from the first of a tile on
   int heads, tiles;             // of the other side
+  int full_begin, full_end;     // tiles whose rows all meet all rows of the block, at a plain score
 };
 
 // The gradients that a kernel makes. Registers hold two of 128 columns.
@@ -194,16 +195,23 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
     if (own0 >= own1) return;
     const int64_t begin = (kOwnsKeys ? s.band.first_query(own0) : s.band.first(own0)) / kOther * kOther;
     const int64_t end = kOwnsKeys ? min(s.q_len, s.band.end_query(own1)) : s.band.end(own1 - 1);
+    const int64_t full_begin = kOwnsKeys ? s.band.first_query(own1 - 1) : s.band.first(own1 - 1);
+    const int64_t full_end = kOwnsKeys ? min(s.q_len, s.band.end_query(own0 + 1)) : s.band.end(own0);
+    const int64_t other_tiles = begin < end ? (end - begin + kOther - 1) / kOther : 0;
+    const HeadScores head = head_scores(p, s.band, s.q_batch, first_head);
     if (threadIdx.x == 0)
-      block = {s,
-               head_scores(p, s.band, s.q_batch, first_head),
-               kv_head,
-               first_head,
-               own0,
-               own1,
-               begin,
-               static_cast<int>(group / heads),
-               begin < end ? static_cast<int>((end - begin + kOther - 1) / kOther) : 0};
+      block = {
+          s,
+          head,
+          kv_head,
+          first_head,
+          own0,
+          own1,
+          begin,
+          static_cast<int>(group / heads),
+          static_cast<int>(other_tiles),
+          static_cast<int>(min((full_begin - begin + kOther - 1) / kOther, other_tiles)),
+          head.plain && full_begin < full_end ? static_cast<int>(min((full_end - begin) / kOther, other_tiles)) : 0};
     __syncthreads();
   }
   const Sequence& s = block.s;
@@ -261,16 +269,17 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
         __syncthreads();
       }
 
-      // Rows [r0, r1) of this side against the tile.
-      const auto verdict_of = [&](int64_t r0, int64_t r1) {
-        if (r0 >= r1) return Verdict::skip;
-        const int64_t other1 = min(at + kOther, kOwnsKeys ? s.q_len : s.band.kv_len);
-        const Verdict verdict = kOwnsKeys ? s.band.verdict(at, other1, r0, r1) : s.band.verdict(r0, r1, at, other1);
-        const bool edge = !plain || some_empty || other1 < at + kOther;
-        return verdict == Verdict::full && edge ? Verdict::partial : verdict;
-      };
+      // How the warp's rows meet the tile.
+      const bool full = block.full_begin <= tile && tile < block.full_end && !some_empty;  // those of all warps
       const int64_t w0 = block.own0 + own_row, w1 = min(w0 + Tiles::kWarpRows, block.own1);
-      const Verdict verdict = verdict_of(w0, w1);
+      Verdict verdict = Verdict::full;
+      if (!full) {
+        const int64_t end = min(at + kOther, kOwnsKeys ? s.q_len : s.band.kv_len);
+        verdict = w0 >= w1    ? Verdict::skip
+                  : kOwnsKeys ? s.band.verdict(at, end, w0, w1)
+                              : s.band.verdict(w0, w1, at, end);
+        if (verdict == Verdict::full && (!plain || some_empty || end < at + kOther)) verdict = Verdict::partial;
+      }
 
       // S and dP.
       Fragment<kRows, kColumns> weights, grads;
@@ -338,7 +347,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
           });
         }
       }
-      if (kGradFirst && verdict_of(block.own0, block.own1) != Verdict::full && __syncthreads_or(spoils)) {
+      if (kGradFirst && !full && __syncthreads_or(spoils)) {
         make_finite<kOther>(first);
         __syncthreads();
       }

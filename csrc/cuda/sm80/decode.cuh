@@ -30,8 +30,9 @@ struct DecodeBlock {
   Sequence s;
   int64_t split_begin, split_end;  // the keys of the split that exist
   int64_t j0;                      // the first key of the first tile
-  int first, last;                 // from j0 on the keys [first, last) of the split that some query sees
+  int first, last;                 // from j0 on the keys [first, last) of the split that some query sees; 0 if none
   TileRange visible;
+  bool readable;  // whether the split's pages exist: if not its rows are NaN
 
   // Blocks that share keys are neighbours.
   template <int kTile> __device__ __forceinline__ void take(const DecodeParams& params, uint32_t index) {
@@ -46,8 +47,8 @@ struct DecodeBlock {
     split_end = min(split_begin + params.splits.size, s.band.kv_len);
     const int64_t begin = max(split_begin, s.band.first(0)), end = min(split_end, s.band.end(s.q_len - 1));
     j0 = begin / kTile * kTile;
-    first = static_cast<int>(begin - j0);
-    last = end > begin ? static_cast<int>(end - j0) : first;
+    first = begin < end ? static_cast<int>(begin - j0) : 0;
+    last = begin < end ? static_cast<int>(end - j0) : 0;
     visible = TileRange::of<kTile>(s.band, 0, s.q_len, j0);
   }
 };
@@ -132,6 +133,7 @@ __device__ __forceinline__ void copy_rows(Tile<T, kDim> to, const T* row_of_lane
       const int row = n / kChunks, chunk = n % kChunks;
       copy_chunk(to.address(row, chunk), row_at(row), first <= row && row < end, chunk, dims, stride, false);
     }
+    __syncwarp();
   }
 }
 
@@ -232,14 +234,16 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
     return;
   }
   const bool readable = pages_exist(p, block.b, block.split_begin, block.split_end);
-  const int first = block.first, last = readable ? block.last : first;
-  if (first == last && readable && splits.count > 1 && !(p.sinks.data && block.split == 0)) {
+  const int last = readable ? block.last : 0;
+  if (last == 0 && readable && splits.count > 1 && !(p.sinks.data && block.split == 0)) {
     for (uint32_t n = threadIdx.x; n < rows; n += blockDim.x) {
       const DecodeRow row(params, block, n);
       if (row.exists) splits.states[splits.at(p, block.split, block.b, row.h, row.i)] = State<float>{};
     }
     return;
   }
+
+  if (threadIdx.x == 0) block.readable = readable;
 
   // Q
   const uint32_t rings = shared_address(memory);
@@ -267,7 +271,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   const auto find = [&](int tile) {
     if (!p.block_table) return;
     const int key = tile * kTile + warp_key + lane_id();
-    if (first <= key && key < last) {
+    if (block.first <= key && key < last) {
       const uint32_t j = static_cast<uint32_t>(block.j0 + key), page_size = static_cast<uint32_t>(p.page_size);
       page = static_cast<uint32_t>(p.block_table.advanced(block.b * p.block_table_row)[j / page_size]);
       page_row = j % page_size;
@@ -282,7 +286,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
       const Tensor4 x = values ? p.value : p.key;
       const int64_t offset = p.block_table ? x.offset(page, block.kv_head, page_row)
                                            : x.offset(s.k_batch, block.kv_head, s.k_row + block.j0 + key + lane_id());
-      copy_rows<kKeys>(slot(n), static_cast<const T*>(x.data) + offset, first - key, last - key,
+      copy_rows<kKeys>(slot(n), static_cast<const T*>(x.data) + offset, block.first - key, last - key,
                        static_cast<int>(values ? p.head_dim_v : p.head_dim), x.dim,
                        values ? params.value_packs : params.key_packs);
     }
@@ -336,7 +340,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   for (int h = 0; h < 2; h++) {
     const int row = row0 + fragment_row(0, h);
     State<float> state = states.state[0][h];
-    if (!readable) state.l = NAN;
+    if (!block.readable) state.l = NAN;
     if (lane_id() % 4 == 0) shared<State<float>>(state_smem(key_warp, row)) = state;
 #pragma unroll
     for (int c = 0; c < kHeadDim / 8; c++)

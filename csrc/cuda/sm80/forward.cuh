@@ -19,15 +19,15 @@ template <class T, int kWarps> struct ForwardBlock {
   TileRange seen[kWarps];
 };
 
-// A block has 32 KiB of queries and a ring of three slots of 16 KiB, for the keys and the values of a tile in turn: so
+// A block has 32 KiB of queries and a ring of three slots of up to 16 KiB, for the keys and the values of a tile in turn: so
 // two blocks fit the 164 KiB of an sm_80 multiprocessor, and one computes scores while the other is in its softmax. A
 // warp has 32 rows where 255 registers hold their accumulators: then a matrix read from shared memory serves two
 // products, and reading takes half the time of multiplying. (With 16 rows it would take all of it.) Queries are read
 // again for every tile of keys, which is a fifth of those reads and leaves the registers to the accumulators.
 template <class T, int kHeadDim> struct ForwardTile {
   static constexpr int kDimBytes = kHeadDim * sizeof(T);
-  static constexpr int kQueries = kDimBytes < 256 ? 128 : (32 << 10) / kDimBytes;
-  static constexpr int kKeys = kDimBytes < 256 ? 64 : (16 << 10) / kDimBytes;
+  static constexpr int kQueries = min(128, (32 << 10) / kDimBytes);
+  static constexpr int kKeys = (16 << 10) / (sizeof(T) * max(kHeadDim, 128));
   static constexpr int kRows = kQueries == 128 ? 2 : 1;  // of 16 queries, in a warp
   static constexpr int kThreads = kQueries / (16 * kRows) * kWarp;
   static constexpr int kSlots = 3, kSlotBytes = kKeys * kDimBytes, kQueryBytes = kQueries * kDimBytes;

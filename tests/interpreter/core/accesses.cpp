@@ -48,11 +48,16 @@ void locate(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access ac
   }
   if (space == Space::shared) {
     count_banks(block.launch.banks(i), addresses, lanes, bytes);
-    for (Mask rest = lanes; rest; rest &= rest - 1) {
+    for (Mask rest = lanes; rest;) {
+      // Lanes that read one address are often neighbours.
       const int l = std::countr_zero(rest);
-      block.shared.check(w, l, addresses[l], bytes, access);
-      memory[l] = block.shared.data() + addresses[l];
+      Mask same = Mask(1) << l;
+      for (int n = l + 1; access == Access::read && n < kLanes && (rest >> n & 1) && addresses[n] == addresses[l]; n++)
+        same |= Mask(1) << n;
+      block.shared.check(w, l, addresses[l], bytes, access, (same & (same - 1)) != 0);
+      rest &= ~same;
     }
+    for (int l = 0; l < kLanes; l++) memory[l] = block.shared.data() + addresses[l];
     return;
   }
   const std::vector<uint8_t>& params = block.launch.config.params;

@@ -19,7 +19,7 @@ void check_rows(Warp& w, const Instruction& i, Mask lanes, bool write, uint64_t 
   for (int l = 0; l < 8 * i.count; l++) {
     if (addresses[l] + 16 > w.block->shared.size())
       fault(l, "row of a matrix out of bounds of shared memory: at ", addresses[l], " of ", w.block->shared.size());
-    w.block->shared.check(w, -1, addresses[l], 16, write ? Access::write : Access::read);
+    w.block->shared.check(w, l, addresses[l], 16, write ? Access::write : Access::read, true);
   }
 }
 

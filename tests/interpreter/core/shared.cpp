@@ -22,15 +22,15 @@ void SharedMemory::begin_launch(uint32_t bytes, uint32_t warps, uint32_t cell) {
   bytes_.assign(bytes + 2048, 0);
   shift_ = (1024 - reinterpret_cast<uint64_t>(bytes_.data()) % 1024) % 1024;
   written_.assign(bytes + 16, 0);
-  cells_.assign(bytes / cell + 16, {});
-  reads_.assign((bytes / cell + 16) * size_t(warps_), 0);
+  stride_ = sizeof(Cell) / sizeof(uint32_t) + warps_;
+  cells_.assign((bytes / cell + 16) * size_t(stride_), 0);
 }
 
 void SharedMemory::begin_block() {
   std::memset(data(), 0xff, size_);
   std::fill(written_.begin(), written_.end(), 0);
-  for (Cell& cell : cells_)
-    if (cell.clock == kInFlight) cell.clock = 0;
+  for (uint32_t index = 0; index < size_ / cell_; index++)
+    if (cell(index).clock == kInFlight) cell(index).clock = 0;
 }
 
 void SharedMemory::race(const Warp& warp, int lane, uint32_t cell, const std::string& what) const {
@@ -38,14 +38,14 @@ void SharedMemory::race(const Warp& warp, int lane, uint32_t cell, const std::st
 }
 
 // The last write of a cell is not known to be over.
-void SharedMemory::after_write(const Warp& warp, int lane, uint32_t index, bool write) const {
-  const Cell& cell = cells_[index];
+void SharedMemory::after_write(const Warp& warp, int lane, uint32_t index, bool write, bool several) {
+  const Cell& cell = this->cell(index);
   const std::string verb = write ? "writes" : "reads", writer = std::to_string(cell.warp);
   if (cell.clock == kInFlight)
     race(warp, lane, index, verb + " where a cp.async of warp " + writer + " has not been waited for");
   if (cell.warp != warp.id)
     race(warp, lane, index, verb + " what warp " + writer + " wrote, without a barrier between");
-  if (lane < 0 || cell.lane != lane)
+  if (several || cell.lane != lane)
     race(warp, lane, index, verb + " what another of its lanes wrote, without __syncwarp between");
 }
 
@@ -57,12 +57,12 @@ void SharedMemory::after_reads(const Warp& warp, int lane, uint32_t index) const
   race(warp, lane, index, "overwrites what another of its lanes read, without __syncwarp between");
 }
 
-inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, Access access) {
-  Cell& cell = cells_[index];
-  const uint8_t lane8 = lane < 0 ? kSeveral : lane;
+inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, Access access, bool several) {
+  Cell& cell = this->cell(index);
+  const uint8_t lane8 = several ? kSeveral : lane;
   if (cell.clock > warp.seen[cell.warp] && !(atomic(access) && cell.writer == Writer::atomic))
-    after_write(warp, lane, index, writes(access));
-  uint32_t* read = &reads_[size_t(index) * warps_];
+    after_write(warp, lane, index, writes(access), several);
+  uint32_t* read = cell.reads();
   if (access == Access::observe) return;
   if (access == Access::read) {
     const bool again = read[warp.id] == warp.clock;
@@ -95,16 +95,15 @@ inline void SharedMemory::for_cells(uint32_t address, uint32_t size, bool joins,
   if (!divided) {
     divided_[segment] = true;
     for (uint32_t cell = first + 1; cell < first + per_segment_; cell++) {
-      cells_[cell] = cells_[first];
-      std::copy_n(&reads_[size_t(first) * warps_], warps_, &reads_[size_t(cell) * warps_]);
+      std::copy_n(&cells_[size_t(first) * stride_], stride_, &cells_[size_t(cell) * stride_]);
     }
   }
   for (uint32_t cell = address >> cell_shift_; cell <= (address + size - 1) >> cell_shift_; cell++) visit(cell);
 }
 
 template <uint32_t kSize>
-void SharedMemory::check_sized(Warp& warp, int lane, uint32_t address, Access access) {
-  for_cells(address, kSize, writes(access), [&](uint32_t cell) { check_cell(warp, lane, cell, access); });
+void SharedMemory::check_sized(Warp& warp, int lane, uint32_t address, Access access, bool several) {
+  for_cells(address, kSize, writes(access), [&](uint32_t cell) { check_cell(warp, lane, cell, access, several); });
   if (!reads(access)) {
     std::memset(&written_[address], 0xff, kSize);
   } else {
@@ -114,33 +113,33 @@ void SharedMemory::check_sized(Warp& warp, int lane, uint32_t address, Access ac
   }
 }
 
-void SharedMemory::check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access) {
+void SharedMemory::check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access, bool several) {
   if (address + size > size_)
     fault(lane, "shared ", writes(access) ? "write" : "read", " of ", size, " bytes out of bounds: at ", address,
           " of ", size_, " bytes");
   if (address % size) fault(lane, "misaligned shared access of ", size, " bytes at shared + ", address, " bytes");
   switch (size) {
-    case 1: return check_sized<1>(warp, lane, address, access);
-    case 2: return check_sized<2>(warp, lane, address, access);
-    case 4: return check_sized<4>(warp, lane, address, access);
-    case 8: return check_sized<8>(warp, lane, address, access);
-    default: return check_sized<16>(warp, lane, address, access);
+    case 1: return check_sized<1>(warp, lane, address, access, several);
+    case 2: return check_sized<2>(warp, lane, address, access, several);
+    case 4: return check_sized<4>(warp, lane, address, access, several);
+    case 8: return check_sized<8>(warp, lane, address, access, several);
+    default: return check_sized<16>(warp, lane, address, access, several);
   }
 }
 
 void SharedMemory::begin_async(Warp& warp, int lane, uint64_t address, uint32_t size) {
   check(warp, lane, address, size, Access::write);
-  for_cells(address, size, true, [&](uint32_t cell) {
-    cells_[cell].clock = kInFlight;
-    cells_[cell].writer = Writer::async;
+  for_cells(address, size, true, [&](uint32_t index) {
+    cell(index).clock = kInFlight;
+    cell(index).writer = Writer::async;
   });
   std::memset(data() + address, 0xff, size);
   std::memset(&written_[address], 0, size);
 }
 
 void SharedMemory::end_async(Warp& warp, int lane, uint32_t address, uint32_t size) {
-  for_cells(address, size, true, [&](uint32_t cell) {
-    cells_[cell] = {warp.clock, uint8_t(warp.id), uint8_t(lane), Writer::plain, cells_[cell].reader};
+  for_cells(address, size, true, [&](uint32_t index) {
+    cell(index) = {warp.clock, uint8_t(warp.id), uint8_t(lane), Writer::plain, cell(index).reader};
   });
   std::memset(&written_[address], 0xff, size);
 }

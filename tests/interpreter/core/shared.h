@@ -30,35 +30,39 @@ class SharedMemory {
   uint8_t* data() { return bytes_.data() + shift_; }
   uint32_t size() const { return size_; }
 
-  // lane -1: the warp as a whole, as ldmatrix does.
-  void check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access);
+  // An access by a lane; several: by others of the warp too, as with ldmatrix.
+  void check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access, bool several = false);
   // An asynchronous copy is under way to there, and has arrived.
   void begin_async(Warp& warp, int lane, uint64_t address, uint32_t size);
   void end_async(Warp& warp, int lane, uint32_t address, uint32_t size);
 
  private:
+  // Of each cell: its last write, and then the clock of each warp's last read.
   struct Cell {
     uint32_t clock;
     uint8_t warp, lane;
     Writer writer;
     uint8_t reader;  // the lane of the last reading warp, or kSeveral
+
+    uint32_t* reads() { return reinterpret_cast<uint32_t*>(this + 1); }
   };
   static constexpr uint8_t kSeveral = 0xff;
 
-  template <uint32_t kSize> void check_sized(Warp& warp, int lane, uint32_t address, Access access);
+  Cell& cell(uint32_t index) { return *reinterpret_cast<Cell*>(&cells_[size_t(index) * stride_]); }
+  template <uint32_t kSize>
+  void check_sized(Warp& warp, int lane, uint32_t address, Access access, bool several);
   template <class Visit> void for_cells(uint32_t address, uint32_t size, bool joins, Visit&& visit);
-  void check_cell(Warp& warp, int lane, uint32_t cell, Access access);
-  void after_write(const Warp& warp, int lane, uint32_t cell, bool write) const;
-  [[noreturn]] void after_reads(const Warp& warp, int lane, uint32_t cell) const;
+  void check_cell(Warp& warp, int lane, uint32_t cell, Access access, bool several);
+  void after_write(const Warp& warp, int lane, uint32_t cell, bool write, bool several);
+  [[noreturn]] void after_reads(const Warp& warp, int lane, uint32_t cell);
   [[noreturn]] void race(const Warp& warp, int lane, uint32_t cell, const std::string& what) const;
 
   std::vector<uint8_t> bytes_;
-  uint32_t shift_ = 0, size_ = 0, warps_ = 1, cell_ = 4, cell_shift_ = 2, per_segment_ = 4;
+  uint32_t shift_ = 0, size_ = 0, warps_ = 1, cell_ = 4, cell_shift_ = 2, per_segment_ = 4, stride_ = 6;
   std::vector<uint8_t> written_;
   // Most accesses are of 16 bytes: where all are, only the first cell of the 16 bytes is kept.
-  std::vector<bool> divided_;
-  std::vector<Cell> cells_;
-  std::vector<uint32_t> reads_;  // [cell][warps_], the clock of each warp's last read
+  std::vector<uint8_t> divided_;
+  std::vector<uint32_t> cells_;  // each a Cell and its reads, of stride_
 };
 
 // How often the banks must be passed for addresses of one warp. size: bytes a lane.
