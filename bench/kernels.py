@@ -54,13 +54,18 @@ def dump(*options: str) -> str:
     return subprocess.run([cuobjdump(), *options], check=True, capture_output=True, text=True).stdout
 
 
+GRADIENTS = ("query", "key", "value", "key and value")
+"""That the kernels of the backward make."""
+
+
 def readable(name: str) -> str:
     """A mangled kernel's name and template arguments."""
     if not (filt := shutil.which("c++filt")):
         return name
     full = subprocess.run([filt, name], check=True, capture_output=True, text=True).stdout.strip()
-    full = re.sub(r"\(anonymous namespace\)::|flashsoftmax::|cuda::|sm80::|^void ", "", full.partition("(flash")[0])
-    return full.replace("__nv_bfloat16", "bf16").replace("__half", "f16").partition("(")[0]
+    full = re.sub(r"\(anonymous namespace\)::|flashsoftmax::|cuda::|sm80::|^void ", "", full)
+    full = re.sub(r"\(Wanted\)(\d)", lambda wanted: GRADIENTS[int(wanted[1])], full)
+    return full.partition("(")[0].replace("__nv_bfloat16", "bf16").replace("__half", "f16")
 
 
 @dataclass(frozen=True)

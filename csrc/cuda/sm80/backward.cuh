@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
         for (int r = 0; r < kRows; r++) {
           const Range visible[2] = {visible_to(r, 0), visible_to(r, 1)};
           for_each_in_turn(weights.x[r], grads.x[r], [&](float& x, float& ds, int c, int half, int e) {
-            const int64_t own = w0 + opaque(fragment_row(r, half)), other = at + fragment_column(c, e);
+            const int64_t own = w0 + opaque(fragment_row(r, half)), other = at + opaque(fragment_column(c, e));
             const int64_t i = kOwnsKeys ? other : own, j = kOwnsKeys ? own : other;
             const GradRow row = row_of(r, c, half, e);
             const bool shown = visible[half].holds(fragment_column(c, e)) && row.lse != kHidden;

@@ -49,8 +49,8 @@ void SharedMemory::after_write(const Warp& warp, int lane, uint32_t index, bool 
     race(warp, lane, index, verb + " what another of its lanes wrote, without __syncwarp between");
 }
 
-void SharedMemory::after_reads(const Warp& warp, int lane, uint32_t index) const {
-  const uint32_t* read = &reads_[size_t(index) * warps_];
+void SharedMemory::after_reads(const Warp& warp, int lane, uint32_t index) {
+  const uint32_t* read = cell(index).reads();
   for (uint32_t other = 0; other < warps_; other++)
     if (int(other) != warp.id && read[other] > warp.seen[other])
       race(warp, lane, index, "overwrites what warp " + std::to_string(other) + " read, without a barrier between");
