@@ -47,13 +47,20 @@ template <class N> struct State {
 // the guard.
 template <class N> FLASHSOFTMAX_INLINE N reference(N m) { return select(m == N(kHidden), N(0), m); }
 
+// The exponential of the recurrence. A kernel may bring another: in other units, or less exact for narrow weights.
+struct Exp {
+  template <class N> FLASHSOFTMAX_INLINE N operator()(N x) const { return exp(x); }
+};
+
 // e^(score - m) of a key.
-template <class N> FLASHSOFTMAX_INLINE N weight(N score, N m) { return exp(score - reference(m)); }
+template <class N, class E = Exp> FLASHSOFTMAX_INLINE N weight(N score, N m, E exponential = {}) {
+  return exponential(score - reference(m));
+}
 
 // Makes room for scores up to tile_max. l is rescaled here; multiply a by the factor returned.
-template <class N> FLASHSOFTMAX_INLINE N raise(State<N>& state, N tile_max) {
+template <class N, class E = Exp> FLASHSOFTMAX_INLINE N raise(State<N>& state, N tile_max, E exponential = {}) {
   N m = max(state.m, tile_max);
-  N alpha = weight(state.m, m);
+  N alpha = weight(state.m, m, exponential);
   state = {m, state.l * alpha};
   return alpha;
 }

@@ -289,7 +289,9 @@ class TestFloats:
 
     def test_roots(self, type):
         a = floats(FLOAT_TYPES[type])
-        assert same(execute(f"sqrt.rn.{type} {{d}}, {{a}};", [a], a.dtype), a.sqrt())
+        with np.errstate(invalid="ignore"):
+            roots = torch.from_numpy(np.sqrt(a.numpy()))
+        assert same(execute(f"sqrt.rn.{type} {{d}}, {{a}};", [a], a.dtype), roots)
         assert same(execute(f"rcp.rn.{type} {{d}}, {{a}};", [a], a.dtype), 1 / a)
 
     def test_properties(self, type):

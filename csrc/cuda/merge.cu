@@ -134,7 +134,8 @@ template <class T> struct SplitStates {
   __device__ int64_t count() const { return splits.count; }
   __device__ int64_t dim() const { return p.head_dim_v; }
   __device__ State<float> state(const OutputRow& row, int64_t n) const {
-    return splits.states[n * splits.rows + row.index];
+    const float2 state = splits.states[n * splits.rows + row.index];
+    return {state.x, state.y};
   }
   __device__ void load(const OutputRow& row, int64_t n, int64_t d, float (&to)[width]) const {
     const float* acc = splits.acc + (n * splits.rows + row.index) * splits.width;

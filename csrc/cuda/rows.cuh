@@ -15,30 +15,19 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// weight and raise of softmax.h with another exponential.
-template <class N, class Exp> __device__ __forceinline__ N weight(N score, N m, Exp exp) {
-  return exp(score - reference(m));
-}
-template <class N, class Exp> __device__ __forceinline__ N raise(State<N>& state, N tile_max, Exp exp) {
-  N m = max(state.m, tile_max);
-  N alpha = weight(state.m, m, exp);
-  state = {m, state.l * alpha};
-  return alpha;
-}
-
 // e^(unit * x) for weights that will be rounded to T: for 16 bits the hardware's exponential is exact enough.
-template <class T> struct Exp {
+template <class T> struct ExpFor {
   float unit;  // 16 bits: times log2 e
 
-  __device__ __forceinline__ explicit Exp(float unit = 1) : unit(kIsFloat<T> ? unit : unit * 1.4426950408889634f) {}
+  __device__ __forceinline__ explicit ExpFor(float unit = 1) : unit(kIsFloat<T> ? unit : unit * 1.4426950408889634f) {}
   __device__ __forceinline__ float operator()(float x) const {
-    if constexpr (kIsFloat<T>) return exp(x * unit);
+    if constexpr (kIsFloat<T>) return Exp()(x * unit);
     return power_of_2(x * unit);
   }
 };
 // e^(score - reference), where reference = flashsoftmax::reference(m) of the row.
 template <class T> __device__ __forceinline__ float weight_for(float score, float reference) {
-  return Exp<T>()(score - reference);
+  return ExpFor<T>()(score - reference);
 }
 
 // The states of a fragment's rows, before finish with m in the units of the scores that are taken in. m is the same on
@@ -49,7 +38,7 @@ template <int kRows> struct RowStates {
   // Takes in a tile of scores, which become weights. The accumulators of the rows are to be multiplied by factors.
   template <class T, int kColumns>
   __device__ __forceinline__ void take(Fragment<kRows, kColumns>& s, float (&factors)[kRows][2], float unit = 1) {
-    const Exp<T> exp(unit);
+    const ExpFor<T> exp(unit);
 #pragma unroll
     for (int r = 0; r < kRows; r++)
 #pragma unroll

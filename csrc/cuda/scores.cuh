@@ -12,9 +12,9 @@ struct Range {
   __device__ __forceinline__ bool holds(int column) const { return first <= column && column < end; }
 };
 
-// Of the tiles that a block goes over those that some of a warp's queries [i0, i1) see, [begin, end), and of these those
-// that they see whole, [full_begin, full_end): Band's verdict once and for all. Tile n is of kKeys keys from j0 + n *
-// kKeys on.
+// Of the tiles that a block goes over those that some of a warp's queries [i0, i1) see, [begin, end), and of these
+// those that they see whole, [full_begin, full_end): Band's verdict once and for all. Tile n is of kKeys keys from j0 +
+// n * kKeys on.
 struct TileRange {
   int begin, full_begin, full_end, end;
 
@@ -96,7 +96,8 @@ __device__ __forceinline__ HeadScores head_scores(const AttentionParams& p, cons
           p.mask_dtype};
 }
 
-// Products become scores, in units of head.unit: queries i0, i0 + 1, ... of the sequence, which has q_len, against keys j0, ...
+// Products become scores, in units of head.unit: queries i0, i0 + 1, ... of the sequence, which has q_len, against keys
+// j0, ...
 template <int kRows, int kColumns>
 __device__ __forceinline__ void score(Fragment<kRows, kColumns>& s, const HeadScores& head, const Band& band,
                                       int64_t q_len, int64_t i0, int64_t j0, Verdict verdict) {

@@ -13,13 +13,13 @@ constexpr int64_t kMostSplit = 1 << 29;  // a kernel counts the keys of a split 
 
 // The scratch memory is
 //     acc    [count][rows][width]  float, the weighted sums of values
-//     states [count][rows]         State<float>
+//     states [count][rows]         float2, the m and l of a State
 // where row = (sequence * heads_q + head) * seqlen_q + query. Every split writes the state of every row, and acc where l
 // is not 0. Where there is one split it writes the result instead.
 struct Splits {
   int64_t size, count, rows, width;
   float* acc;
-  State<float>* states;
+  float2* states;
 
   Splits(const AttentionParams& p, void* scratch)
       : size((min(p.split_size, kMostSplit) + kSplitStep - 1) / kSplitStep * kSplitStep),
@@ -27,14 +27,14 @@ struct Splits {
         rows(p.sequences * p.heads_q * p.seqlen_q),
         width((p.head_dim_v + 3) / 4 * 4),
         acc(static_cast<float*>(scratch)),
-        states(reinterpret_cast<State<float>*>(acc + count * rows * width)) {}
+        states(reinterpret_cast<float2*>(acc + count * rows * width)) {}
 
   // Of a row's state.
   FLASHSOFTMAX_INLINE int64_t at(const AttentionParams& p, int64_t split, int64_t b, int64_t h, int64_t i) const {
     return split * rows + (b * p.heads_q + h) * p.seqlen_q + i;
   }
   int64_t scratch_bytes() const {
-    return count == 1 ? 0 : count * rows * (width * int64_t(sizeof(float)) + int64_t(sizeof(State<float>)));
+    return count == 1 ? 0 : count * rows * (width * int64_t(sizeof(float)) + int64_t(sizeof(float2)));
   }
 };
 

@@ -106,8 +106,8 @@ template <int kRows, int kColumns> struct Operand<float, kRows, kColumns> : Frag
 
 // --- tiles ---
 
-// [rows][kDim] in shared memory. The 16-byte chunks of a row are permuted by the row's number, so that 8 rows have their
-// chunks of one column in different banks. base is a multiple of a row's bytes.
+// [rows][kDim] in shared memory. The 16-byte chunks of a row are permuted by the row's number, so that 8 rows have
+// their chunks of one column in different banks. base is a multiple of a row's bytes.
 template <class T, int kDim> struct Tile {
   static constexpr int kRowBytes = kDim * sizeof(T), kChunks = kRowBytes / 16;
   uint32_t base;
@@ -183,9 +183,9 @@ __device__ __forceinline__ bool pages_exist(const AttentionParams& p, int64_t b,
   return pages_exist(p, b, 0, kv_len);
 }
 
-// Rows [first, first + kRows), of which there is one, to a tile, by kThreads threads of which this is one. Begins asynchronous copies, does not
-// commit them, and where they are not possible copies at once: in either case visible after wait_for_copies and a
-// barrier.
+// Rows [first, first + kRows), of which there is one, to a tile, by kThreads threads of which this is one. Begins
+// asynchronous copies, does not commit them, and where they are not possible copies at once: in either case visible
+// after wait_for_copies and a barrier.
 template <int kRows, int kThreads, class T, int kDim>
 __device__ __forceinline__ void copy(Tile<T, kDim> to, const Source<T>& from, int64_t first, int thread = threadIdx.x) {
   constexpr int kChunks = Tile<T, kDim>::kChunks, kStep = kThreads / kChunks;

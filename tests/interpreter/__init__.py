@@ -205,7 +205,7 @@ class Module:
 
     def unknown(self) -> list[str]:
         """What the interpreter does not know of the kernels."""
-        return [text for kernel in self.kernels for text in self._module.illegal(kernel)]
+        return [text for kernel in self.kernels for text in self._module.unknown(kernel)]
 
     def launch(
         self,

@@ -71,6 +71,8 @@ def unavailable() -> str | None:
     version = re.search(r"\d+", output("g++", "-dumpversion")) if shutil.which("g++") else None
     if version is None or int(version[0]) < 11:
         return "there is no g++ of 11 or later"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "there are no headers of Python"
     return None
 
 

@@ -164,7 +164,7 @@ __device__ __forceinline__ void write_gradient(Fragment<kRows, kDim / 8>& x, flo
 }
 
 template <class T, int kDim, Wanted kWanted>
-__global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
+__global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads, 2)
     backward_kernel(const __grid_constant__ Backward g, int64_t tiles) {
   using Tiles = BackwardTiles<T, kDim, kWanted>;
   constexpr bool kOwnsKeys = Tiles::kOwnsKeys;
@@ -215,7 +215,6 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
     __syncthreads();
   }
   const Sequence& s = block.s;
-  const bool plain = block.head.plain;
   const auto copy_others = [&](int stage, int64_t h, int64_t at) {
     const uint32_t to = others + stage * 2 * Tiles::kOtherBytes;
     if constexpr (kOwnsKeys)
@@ -264,7 +263,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
         __syncthreads();
       }
 
-      if (kOwnsKeys && !plain && tile == 0) {
+      if (kOwnsKeys && !block.head.plain && tile == 0) {
         if (threadIdx.x == 0) block.head = head_scores(p, s.band, s.q_batch, h);
         __syncthreads();
       }
@@ -278,7 +277,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
         verdict = w0 >= w1    ? Verdict::skip
                   : kOwnsKeys ? s.band.verdict(at, end, w0, w1)
                               : s.band.verdict(w0, w1, at, end);
-        if (verdict == Verdict::full && (!plain || some_empty || end < at + kOther)) verdict = Verdict::partial;
+        if (verdict == Verdict::full && (!block.head.plain || some_empty || end < at + kOther)) verdict = Verdict::partial;
       }
 
       // S and dP.
@@ -324,7 +323,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads)
       };
       if (verdict == Verdict::full) {
         weigh_plain(std::false_type());
-      } else if (verdict == Verdict::partial && plain) {
+      } else if (verdict == Verdict::partial && block.head.plain) {
         weigh_plain(std::true_type());
       } else if (verdict == Verdict::partial) {
 #pragma unroll

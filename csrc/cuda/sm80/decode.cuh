@@ -165,16 +165,15 @@ __device__ __forceinline__ void score(Fragment<1, kColumns>& s, const DecodePara
 // Four elements of a row of out.
 template <class T>
 __device__ __forceinline__ void store(T* to, int64_t stride, int64_t left, bool packs, const float (&x)[4]) {
-  if (packs) {
-    if constexpr (kIsFloat<T>)
-      *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
-    else
-      *reinterpret_cast<uint2*>(to) = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])};
-  } else {
+  struct alignas(4 * sizeof(T)) Four {
+    T elements[4];
+  } four;
 #pragma unroll
-    for (int e = 0; e < 4; e++)
-      if (e < left) to[e * stride] = T(x[e]);
+  for (int e = 0; e < 4; e++) {
+    four.elements[e] = T(x[e]);
+    if (!packs && e < left) to[e * stride] = four.elements[e];
   }
+  if (packs) *reinterpret_cast<Four*>(to) = four;
 }
 
 // The state of a row and four elements of its accumulator, to scratch memory or, where that is all, to out and lse.
@@ -185,9 +184,9 @@ __device__ __forceinline__ void finish(const DecodeParams& params, const DecodeB
   const Splits& splits = params.splits;
   if (splits.count > 1) {
     const int64_t at = splits.at(p, block.split, block.b, row.h, row.i);
-    if (column == 0) splits.states[at] = state;
+    if (column == 0) splits.states[at] = make_float2(state.m, state.l);
     if (column < splits.width)
-      *reinterpret_cast<float4*>(splits.acc + at * splits.width + column) = {acc[0], acc[1], acc[2], acc[3]};
+      *reinterpret_cast<float4*>(splits.acc + at * splits.width + column) = make_float4(acc[0], acc[1], acc[2], acc[3]);
     return;
   }
   const Sequence& s = block.s;
@@ -238,7 +237,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   if (last == 0 && readable && splits.count > 1 && !(p.sinks.data && block.split == 0)) {
     for (uint32_t n = threadIdx.x; n < rows; n += blockDim.x) {
       const DecodeRow row(params, block, n);
-      if (row.exists) splits.states[splits.at(p, block.split, block.b, row.h, row.i)] = State<float>{};
+      if (row.exists) splits.states[splits.at(p, block.split, block.b, row.h, row.i)] = make_float2(kHidden, 0);
     }
     return;
   }

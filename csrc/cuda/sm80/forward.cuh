@@ -19,11 +19,11 @@ template <class T, int kWarps> struct ForwardBlock {
   TileRange seen[kWarps];
 };
 
-// A block has 32 KiB of queries and a ring of three slots of up to 16 KiB, for the keys and the values of a tile in turn: so
-// two blocks fit the 164 KiB of an sm_80 multiprocessor, and one computes scores while the other is in its softmax. A
-// warp has 32 rows where 255 registers hold their accumulators: then a matrix read from shared memory serves two
-// products, and reading takes half the time of multiplying. (With 16 rows it would take all of it.) Queries are read
-// again for every tile of keys, which is a fifth of those reads and leaves the registers to the accumulators.
+// A block has up to 32 KiB of queries and a ring of three slots of up to 16 KiB, for the keys and the values of a tile
+// in turn: so two blocks fit the 164 KiB of an sm_80 multiprocessor, and one computes scores while the other is in its
+// softmax. A warp has 32 rows where 255 registers hold their accumulators: then a matrix read from shared memory serves
+// two products, and reading takes half the time of multiplying. (With 16 rows it would take all of it.) Queries are
+// read again for every tile of keys, which is a fifth of those reads and leaves the registers to the accumulators.
 template <class T, int kHeadDim> struct ForwardTile {
   static constexpr int kDimBytes = kHeadDim * sizeof(T);
   static constexpr int kQueries = min(128, (32 << 10) / kDimBytes);

@@ -140,12 +140,12 @@ PYBIND11_MODULE(core, m) {
                if (function.entry) names.push_back(name);
              return names;
            })
-      .def("illegal",
+      .def("unknown",
            [](Module& module, const std::string& name) {
              std::vector<std::string> texts;
              for (const Statement& s : module.kernel(name).statements)
-               if (!s.text.empty() && s.text.back() == ']' && s.text.find("  [") != std::string::npos)
-                 texts.push_back("line " + std::to_string(s.line) + ": " + s.text);
+               if (!s.problem.empty())
+                 texts.push_back("line " + std::to_string(s.line) + ": " + s.text + ": " + s.problem);
              return texts;
            })
       .def("launch", &launch);

@@ -415,6 +415,7 @@ std::string Launch::report(const Fault& error) const {
     if (s.location.inlined_line)
       text << ", inlined at " << file(s.location.inlined_file) << ":" << s.location.inlined_line;
     text << "\n  PTX     line " << s.line << ": " << s.text;
+    if (!s.problem.empty()) text << " (" << s.problem << ")";
     const Dim &b = warp->block->index, &size = config.block;
     text << "\n  block   (" << b.x << ", " << b.y << ", " << b.z << "), warp " << warp->id;
     if (error.lane >= 0) {

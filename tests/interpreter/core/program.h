@@ -65,6 +65,7 @@ struct Statement {
   uint32_t line = 0;
   Location location;
   std::string text;
+  std::string problem;  // why it cannot be executed; "": it can
 };
 
 // A lane of a special register, for a warp that starts.

@@ -179,7 +179,7 @@ void Translator::instruction(const Statement& statement) {
   } catch (const Unsupported& error) {
     out = before;
     make_illegal(out);
-    kernel_.statements.back().text += "  [" + std::string(error.what()) + "]";
+    kernel_.statements.back().problem = error.what();
   }
 }
 
@@ -199,9 +199,9 @@ void Translator::call(const Statement& statement) {
     Instruction& out = add(statement);
     make_illegal(out);
     const bool asserts = callee && callee->name == "__assertfail";
-    kernel_.statements.back().text += asserts     ? "  [an assertion failed]"
-                                      : recursive ? "  [a recursive call]"
-                                                  : "  [a call that cannot be followed]";
+    kernel_.statements.back().problem = asserts     ? "an assertion failed"
+                                        : recursive ? "a recursive call"
+                                                    : "a call that cannot be followed";
     return;
   }
   Scope scope;
