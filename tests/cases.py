@@ -242,6 +242,7 @@ CASES = [
     Case("decode-5-causal", heads=(4, 2), rows=5, keys=700, dim=32, causal=True, split_size=256),
     Case("decode-16-causal", rows=16, keys=513, dim=32, causal=True, split_size=128),
     Case("decode-17-causal", rows=17, keys=513, dim=32, causal=True, split_size=128),
+    Case("decode-value-dim-256", heads=(2, 1), rows=2, keys=300, value_dim=256, split_size=128),
     Case("decode-split-1", batch=4, rows=1, keys=600, dim=8, split_size=1),
     Case("decode-split-larger-than-keys", rows=3, keys=37, dim=8, split_size=1000),
     Case("decode-window-most-splits-empty", batch=2, rows=1, keys=4100, dim=8, window=(8, 0), split_size=16),

@@ -36,6 +36,11 @@ class Interpreted(TorchDispatchMode):
         super().__init__()
         self.seeds = itertools.count()
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """Asked by torch, which imports its compiler for a True, in seconds."""
+        return False
+
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if op.namespace != "flashsoftmax":

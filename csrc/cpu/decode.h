@@ -114,7 +114,7 @@ template <class T> class Decode {
       for (int64_t r = 0; r < rows; r++) weigh(t, r, j0, n, w);
       constexpr int64_t block_keys = 32;  // of values, that the cache nearest to the core holds
       for (int64_t j = 0; j < n; j += block_keys)
-        in_row_blocks<4>([&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + block_keys, n)); });
+        in_row_blocks<2>([&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + block_keys, n)); });
       fold(states, w.tile);
     }
   }
@@ -171,7 +171,7 @@ template <class T> class Decode {
 
   // The tile's acc[r] += sum over j in [begin, end) of p[r][j] v[j] for row r and the next count - 1
   template <int count> HOT void accumulate(const Workspace& w, int64_t r, int64_t begin, int64_t end) const {
-    constexpr int block_cols = QueryBlock<A>::rows * 2 / max(count, 2);  // vectors of a value, summed in registers
+    constexpr int block_cols = QueryBlock<A>::rows;  // vectors of a value, summed in registers
     auto columns = [&](int64_t d, auto cols, auto load_v) {
       V sums[count * cols];
       unroll<count * cols>(

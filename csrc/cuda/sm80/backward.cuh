@@ -48,6 +48,7 @@ struct BackwardBlock {
   int64_t begin;                // the rows of the other side that meet them, from the first of a tile on
   int heads, tiles;             // of the other side
   int full_begin, full_end;     // tiles whose rows all meet all rows of the block, at a plain score
+  bool plain;
 };
 
 // The gradients that a kernel makes. Registers hold two of 128 columns.
@@ -211,7 +212,8 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads, 2)
           static_cast<int>(group / heads),
           static_cast<int>(other_tiles),
           static_cast<int>(min((full_begin - begin + kOther - 1) / kOther, other_tiles)),
-          head.plain && full_begin < full_end ? static_cast<int>(min((full_end - begin) / kOther, other_tiles)) : 0};
+          head.plain && full_begin < full_end ? static_cast<int>(min((full_end - begin) / kOther, other_tiles)) : 0,
+          head.plain};
     __syncthreads();
   }
   const Sequence& s = block.s;
@@ -263,7 +265,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads, 2)
         __syncthreads();
       }
 
-      if (kOwnsKeys && !block.head.plain && tile == 0) {
+      if (kOwnsKeys && !block.plain && tile == 0) {
         if (threadIdx.x == 0) block.head = head_scores(p, s.band, s.q_batch, h);
         __syncthreads();
       }
@@ -277,7 +279,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads, 2)
         verdict = w0 >= w1    ? Verdict::skip
                   : kOwnsKeys ? s.band.verdict(at, end, w0, w1)
                               : s.band.verdict(w0, w1, at, end);
-        if (verdict == Verdict::full && (!block.head.plain || some_empty || end < at + kOther)) verdict = Verdict::partial;
+        if (verdict == Verdict::full && (!block.plain || some_empty || end < at + kOther)) verdict = Verdict::partial;
       }
 
       // S and dP.
@@ -323,7 +325,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads, 2)
       };
       if (verdict == Verdict::full) {
         weigh_plain(std::false_type());
-      } else if (verdict == Verdict::partial && block.head.plain) {
+      } else if (verdict == Verdict::partial && block.plain) {
         weigh_plain(std::true_type());
       } else if (verdict == Verdict::partial) {
 #pragma unroll

@@ -254,6 +254,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
     copy_chunk(q_smem.address(n / KvTile::kChunks, n % KvTile::kChunks), query, row.exists, n % KvTile::kChunks,
                static_cast<int>(p.head_dim), p.query.dim, params.query_packs);
   }
+  __syncwarp();
   commit_copies();
 
   // The warps of other row tiles that take the same keys share a ring, and the work of filling it
