@@ -38,7 +38,7 @@ template <int kRows> struct RowStates {
   // Takes in a tile of scores, which become weights. The accumulators of the rows are to be multiplied by factors.
   template <class T, int kColumns>
   __device__ __forceinline__ void take(Fragment<kRows, kColumns>& s, float (&factors)[kRows][2], float unit = 1) {
-    const ExpFor<T> exp(unit);
+    const ExpFor<T> exponential(unit);
 #pragma unroll
     for (int r = 0; r < kRows; r++)
 #pragma unroll
@@ -48,14 +48,14 @@ template <int kRows> struct RowStates {
         for (int c = 0; c < kColumns; c++)
 #pragma unroll
           for (int e = 0; e < 2; e++) most = fmaxf(most, s.x[r][c][2 * h + e]);
-        factors[r][h] = raise(state[r][h], quad_max(most), exp);
+        factors[r][h] = raise(state[r][h], quad_max(most), exponential);
         const float m = state[r][h].m;
 #pragma unroll
         for (int c = 0; c < kColumns; c++)
 #pragma unroll
           for (int e = 0; e < 2; e++) {
             float& x = s.x[r][c][2 * h + e];
-            x = weight(x, m, exp);
+            x = weight(x, m, exponential);
             sum += x;
           }
         state[r][h].l += sum;
