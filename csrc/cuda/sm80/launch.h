@@ -17,7 +17,6 @@ template <int kHeadDim> void forward(const AttentionParams&, void* scratch, cuda
 template <int kHeadDim> void decode(const AttentionParams&, void* scratch, cudaStream_t);
 template <int kHeadDim> void backward(const AttentionGradParams&, void* scratch, cudaStream_t);
 int64_t decode_scratch(const AttentionParams&);
-int64_t backward_scratch(const AttentionGradParams&);
 
 // The launcher of a family for these head dims: pick(forward<64>, forward<128>, forward<256>, p).
 template <class Launcher>
