@@ -8,14 +8,12 @@ MAX_JOBS               files compiled at a time; default: what cores and memory 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
+from runpy import run_path
 
 import torch
 from setuptools import Extension, setup
@@ -45,31 +43,14 @@ def jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), int(min(gib) / GIB_PER_JOB)))
 
 
-def output(*command: object) -> str:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    return done.stdout + done.stderr
-
-
-def cuda_homes() -> Iterator[Path]:
-    """Where a CUDA toolkit may be, in order of preference."""
-    if home := os.environ.get("CUDA_HOME"):
-        yield Path(home)
-    if nvcc := shutil.which("nvcc"):  # may be a wrapper script: nvcc itself knows where it lives
-        log = output(nvcc, "--dryrun", "-c", "x.cu")
-        yield from (Path(top).resolve() for top in re.findall(r"TOP=(.+)", log))
-    if nvidia := importlib.util.find_spec("nvidia"):
-        yield from (Path(folder) / "cu13" for folder in nvidia.submodule_search_locations or ())
-
-
 def cuda_toolkit() -> tuple[Path, str]:
     """Home and release of the first toolkit that fits torch."""
     wanted = (torch.version.cuda or "13").split(".")[0]
     others = []
-    for nvcc in (home / "bin" / "nvcc" for home in cuda_homes()):
-        for release in re.findall(r"release ([\d.]+)", output(nvcc, "--version") if nvcc.exists() else ""):
-            if release.split(".")[0] == wanted:
-                return nvcc.parent.parent, release
-            others.append(f", {nvcc} is of CUDA {release}")
+    for home, release in run_path("flashsoftmax/toolkit.py")["toolkits"]():
+        if release.split(".")[0] == wanted:
+            return home, release
+        others.append(f", {home}/bin/nvcc is of CUDA {release}")
     raise SetupError(f"there was no nvcc of CUDA {wanted}" + "".join(others))
 
 

@@ -6,7 +6,6 @@ Reads the machine code in the built library, or in the file named. Needs cuobjdu
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashsoftmax import build
+from flashsoftmax.toolkit import from_pypi
 
 REGISTERS = 65536
 """Of a multiprocessor, for all its threads."""
@@ -38,8 +38,7 @@ class Kernel:
 
 def cuobjdump() -> str:
     """The program, of the toolkit or from PyPI."""
-    nvidia = importlib.util.find_spec("nvidia")
-    folders = [Path(x) / "cu13" / "bin" for x in (nvidia.submodule_search_locations or () if nvidia else ())]
+    folders = (home / "bin" for home in from_pypi())
     found = shutil.which("cuobjdump") or next(
         (str(x / "cuobjdump") for x in folders if (x / "cuobjdump").exists()), None
     )

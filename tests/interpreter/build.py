@@ -22,6 +22,8 @@ from types import ModuleType
 
 import torch
 
+from flashsoftmax.toolkit import output, toolkits
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 TORCH = Path(torch.__file__).parent
@@ -38,27 +40,10 @@ class BuildError(RuntimeError):
     pass
 
 
-def output(*command: object) -> str:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    return done.stdout + done.stderr
-
-
-def cuda_homes() -> Iterator[Path]:
-    if home := os.environ.get("CUDA_HOME"):
-        yield Path(home)
-    if nvcc := shutil.which("nvcc"):  # may be a wrapper script: nvcc itself knows where it lives
-        yield from (Path(top).resolve() for top in re.findall(r"TOP=(.+)", output(nvcc, "--dryrun", "-c", "x.cu")))
-    if nvidia := importlib.util.find_spec("nvidia"):
-        yield from (Path(folder) / "cu13" for folder in nvidia.submodule_search_locations or ())
-
-
 @cache
 def cuda_home() -> Path | None:
     """Where the first toolkit of CUDA 13 is."""
-    for home in cuda_homes():
-        if (home / "bin/nvcc").exists() and "release 13" in output(home / "bin/nvcc", "--version"):
-            return home
-    return None
+    return next((home for home, release in toolkits() if release.startswith("13.")), None)
 
 
 @cache
