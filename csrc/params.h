@@ -68,6 +68,7 @@ struct AttentionParams {
   int64_t split_size;  // keys a split
 
   FLASHSOFTMAX_INLINE int64_t group() const { return heads_q / heads_kv; }
+  FLASHSOFTMAX_INLINE int64_t batch() const { return cu_seqlens_q ? 1 : sequences; }  // of query, out and lse
 };
 
 // Where one sequence lies in the tensors, and which keys its queries see.

@@ -53,7 +53,7 @@ template <class T> class Backward {
   const int64_t depth = round_up(ceil_div(p.head_dim, kDepth<E>), 16),
                 depth_v = round_up(ceil_div(p.head_dim_v, kDepth<E>), 16);
   const int64_t width = round_up(p.head_dim, group), width_v = round_up(p.head_dim_v, group);
-  const int64_t batch = p.cu_seqlens_q ? 1 : p.sequences;
+  const int64_t batch = p.batch();
   const int64_t rows = batch * p.heads_q * p.rows_q;
   const int64_t seqlen_q = min(p.seqlen_q, p.rows_q);
   const int64_t query_tiles = ceil_div(seqlen_q, tile_queries);

@@ -8,8 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-int64_t batch(const AttentionParams& p) { return p.cu_seqlens_q ? 1 : p.sequences; }
-int64_t rows(const AttentionParams& p) { return batch(p) * p.heads_q * p.rows_q; }
+int64_t rows(const AttentionParams& p) { return p.batch() * p.heads_q * p.rows_q; }
 
 // A row for each warp.
 template <class T>
@@ -65,14 +64,14 @@ void attention_grad(const AttentionGradParams& grad, void* scratch, void* stream
   constexpr int64_t kBlockRows = kThreads / kWarp;
   const int64_t blocks = (rows(p) + kBlockRows - 1) / kBlockRows;
   if (blocks == 0) return;
-  sm80::for_dtype(p.dtype, [&](auto element) {
+  for_dtype("query", p.dtype, [&](auto element) {
     find_rows<decltype(element)><<<blocks, kThreads, 0, s>>>(grad, to, rows(p));
-    sm80::check("backward, rows", cudaGetLastError());
+    check("backward, rows", cudaGetLastError());
   });
   sm80::pick(sm80::backward<64>, sm80::backward<128>, sm80::backward<256>, p)(grad, scratch, s);
   if (grad.grad_sinks) {
-    sum_sink_gradients<<<p.heads_q, kThreads, 0, s>>>(grad, to, batch(p));
-    sm80::check("backward, sinks", cudaGetLastError());
+    sum_sink_gradients<<<p.heads_q, kThreads, 0, s>>>(grad, to, p.batch());
+    check("backward, sinks", cudaGetLastError());
   }
 }
 

@@ -3,13 +3,7 @@
 // A block is lanes x rows x teams. The lanes of a row, at most a warp of them, agree on its weights; each has its own
 // packs of elements, accessed at once where every tensor allows that. Each team merges its share of the states, then
 // the teams are merged.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <stdexcept>
-#include <string>
-
-#include "../kernels.h"
+#include "launch.h"
 #include "splits.h"
 
 namespace flashsoftmax {
@@ -273,19 +267,10 @@ Listed pass(const MergeParams& p, const MergeState* states, void* memory, cudaSt
   return listed;
 }
 
-void check(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("merge: ") + cudaGetErrorString(error));
-}
-
-// Whether a tensor of these sizes can be accessed in packs of width elements.
-bool packs(int64_t width, const Tensor4& x, int64_t batch, int64_t heads, int64_t rows, int64_t dim) {
-  const auto apart = [&](int64_t size, int64_t stride) { return size == 1 || stride % width == 0; };
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && dim % width == 0 && x.dim == 1 && apart(batch, x.batch) &&
-         apart(heads, x.head) && apart(rows, x.row);
-}
-
+// Whether a tensor can be accessed in packs of 16 bytes.
 bool packs(const MergeParams& p, const Tensor4& x) {
-  return packs(p.dtype == DType::f32 ? 4 : 8, x, p.batch, p.heads, p.rows, p.dim);
+  const int64_t width = cuda::pack_width(p.dtype);
+  return p.dim % width == 0 && cuda::rows_pack(x, p.batch, p.heads, p.rows, width);
 }
 
 bool packs(const MergeParams& p) {
@@ -309,17 +294,7 @@ template <class Launch> void for_rows(int64_t rows, int64_t dim, int64_t width, 
   const int64_t blocks = (rows + rows_per_block - 1) / rows_per_block;
   if (blocks == 0) return;
   launch(dim3(blocks), dim3(lanes, rows_per_block, teams));
-  check(cudaGetLastError());
-}
-
-// Calls launch(element) for the element type.
-template <class Launch> void for_dtype(DType dtype, Launch&& launch) {
-  switch (dtype) {
-    case DType::f16: return launch(__half());
-    case DType::bf16: return launch(__nv_bfloat16());
-    case DType::f32: return launch(float());
-    default: throw std::invalid_argument("outs[0]: float64, wanted float16, bfloat16 or float32 on CUDA");
-  }
+  cuda::check("merge", cudaGetLastError());
 }
 
 }  // namespace
@@ -333,7 +308,7 @@ void merge(const MergeParams& p, void* scratch, void* stream) {
   const Listed states = pass(p, p.inputs, scratch, s);
   MergeParams on_device = p;
   on_device.inputs = states.memory;
-  for_dtype(p.dtype, [&](auto element) {
+  for_dtype("outs[0]", p.dtype, [&](auto element) {
     using States = GivenStates<decltype(element)>;
     for_rows(p.batch * p.heads * p.rows, p.dim, States::width, States::teams, [&](dim3 grid, dim3 block) {
       merge_rows<<<grid, block, 0, s>>>(States{on_device, states.list, packs(p)});
@@ -342,10 +317,10 @@ void merge(const MergeParams& p, void* scratch, void* stream) {
 }
 
 void merge_splits(const AttentionParams& p, const Splits& splits, cudaStream_t stream) {
-  for_dtype(p.dtype, [&](auto element) {
+  for_dtype("query", p.dtype, [&](auto element) {
     using States = SplitStates<decltype(element)>;
-    const int64_t batch = p.cu_seqlens_q ? 1 : p.sequences;
-    const bool whole = packs(States::width, p.out, batch, p.heads_q, p.rows_q, p.head_dim_v);
+    const bool whole =
+        p.head_dim_v % States::width == 0 && rows_pack(p.out, p.batch(), p.heads_q, p.rows_q, States::width);
     for_rows(splits.rows, p.head_dim_v, States::width, States::teams,
              [&](dim3 grid, dim3 block) { merge_rows<<<grid, block, 0, stream>>>(States{p, splits, whole}); });
   });
@@ -360,7 +335,7 @@ void merge_grad(const MergeGradParams& p, void* scratch, void* stream) {
   MergeGradParams on_device = p;
   on_device.forward.inputs = states.memory;
   on_device.grad_inputs = grads.memory;
-  for_dtype(p.forward.dtype, [&](auto element) {
+  for_dtype("outs[0]", p.forward.dtype, [&](auto element) {
     using T = decltype(element);
     const int64_t rows = p.forward.batch * p.forward.heads * p.forward.rows;
     for_rows(rows, p.forward.dim, Row<T>::width, 1, [&](dim3 grid, dim3 block) {

@@ -26,9 +26,9 @@ struct Backward {
   Backward(const AttentionGradParams& params, const void* scratch)
       : grad(params), rows(static_cast<const GradRow*>(scratch)) {
     const AttentionParams& p = grad.forward;
-    const auto query_rows = [&](const Tensor4& x) { return packs(x, p.sequences, p.heads_q, p.rows_q, p.dtype); };
-    const auto key_rows = [&](const Tensor4& x) { return packs(x, p.sequences, p.heads_kv, p.rows_k, p.dtype); };
-    const int64_t width = p.dtype == DType::f32 ? 4 : 8;
+    const int64_t width = pack_width(p.dtype);
+    const auto query_rows = [&](const Tensor4& x) { return rows_pack(x, p.batch(), p.heads_q, p.rows_q, width); };
+    const auto key_rows = [&](const Tensor4& x) { return rows_pack(x, p.batch(), p.heads_kv, p.rows_k, width); };
     query_packs = query_rows(p.query);
     key_packs = key_rows(p.key);
     value_packs = key_rows(p.value);
@@ -403,7 +403,7 @@ template <class T, int kDim, Wanted kWanted> void launch_backward(const Backward
 
 template <int kHeadDim> void backward(const AttentionGradParams& grad, void* scratch, cudaStream_t stream) {
   const Backward g(grad, scratch);
-  for_dtype(grad.forward.dtype, [&](auto element) {
+  for_dtype("query", grad.forward.dtype, [&](auto element) {
     using T = decltype(element);
     launch_backward<T, kHeadDim, Wanted::query>(g, stream);
     if constexpr (kHeadDim <= 128) {

@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
 // scratch: decode_scratch(p) bytes
 template <int kHeadDim> void decode(const AttentionParams& p, void* scratch, cudaStream_t stream) {
   const Splits splits(p, scratch);
-  for_dtype(p.dtype, [&](auto element) {
+  for_dtype("query", p.dtype, [&](auto element) {
     using T = decltype(element);
     using Shape = DecodeShape<T, kHeadDim>;
     const int64_t rows = p.group() * p.seqlen_q;

@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, ForwardTil
 }
 
 template <int kHeadDim> void forward(const AttentionParams& p, void*, cudaStream_t stream) {
-  for_dtype(p.dtype, [&](auto element) {
+  for_dtype("query", p.dtype, [&](auto element) {
     using T = decltype(element);
     using Shape = ForwardTile<T, kHeadDim>;
     constexpr int64_t kSectionBytes = 16 << 20;  // of keys and values: well within the L2 cache
