@@ -20,7 +20,7 @@ template <class T> class Backward {
   using Block = DimBlock<E>;
 
   static constexpr int64_t group = Block::cols * V::lanes;
-  static constexpr int64_t tile_queries = 64, tile_keys = kTileKeys;
+  static constexpr int64_t tile_queries = 64, tile_keys = 128;
   static_assert(tile_queries % group == 0);
 
   // A tile of a tensor, as the products need it.
@@ -77,7 +77,7 @@ template <class T> class Backward {
     w.grad_k = arena.take<A>(tile_keys * width);
     w.grad_v = arena.take<A>(tile_keys * width_v);
     for (A** x : {&w.lse, &w.delta}) *x = arena.take<A>(tile_queries);
-    w.mask = arena.take<A>(p.mask.data ? 2 * tile_keys * group : 0);
+    w.mask = arena.take<A>(p.mask.data ? GroupScores<A, Block::cols>::mask_elements : 0);
     return w;
   }
   int64_t slots(int64_t workers) const { return min(2 * workers, kv_heads); }
@@ -228,7 +228,7 @@ template <class T> class Backward {
         pack_queries(s, h, i, queries, w, shared);
 
         // S^T = K Q^T, dP^T = V dO^T
-        const KeyRange range(s.band, i, i + queries, j0, n);
+        const KeyRange range = KeyRange{0, n}.seen(s.band, i, i + queries, j0);
         if (p.seqlen_q <= kDecodeQueries)
           decode_scores(queries, range, w);
         else
@@ -238,7 +238,7 @@ template <class T> class Backward {
         // P^T and dS^T
         for (int64_t column = 0; column < queries; column += group) {
           int64_t first = i + column, count = min(group, queries - column);
-          GroupScores<A, Block::cols> score(p, s, b, h, first, count, j0, n, w.mask);
+          GroupScores<A, Block::cols> score(score_of_head<A>(p, h), p, s, b, h, first, count, j0, n, w.mask);
           if (plain && count == group &&
               s.band.verdict(first, first + count, j0 + range.begin, j0 + range.end) == Verdict::full)
             weigh<false>(score, column, range, w);
@@ -287,19 +287,13 @@ template <class T> class Backward {
   }
 
   // to[keys][tile_queries] = the rows of a tile of keys or values, times columns
-  HOT static void set_product(const E* rows, int64_t row, const E* columns, KeyRange keys, int64_t depth, A* to) {
+  static void set_product(const E* rows, int64_t row, const E* columns, KeyRange keys, int64_t depth, A* to) {
     multiply<Block>(Operand<E>{rows + keys.begin * row, row, 1}, columns, tile_queries, keys.count(), tile_queries,
-                    depth, [&](int64_t j, int64_t col, auto c, V sums) {
-                      sums.store(to + (keys.begin + j) * tile_queries + col + c * V::lanes);
-                    });
+                    depth, to + keys.begin * tile_queries, tile_queries, Set());
   }
   // to[rows][width] += a b
-  HOT static void add_product(Operand<E> a, const E* b, int64_t width, int64_t rows, int64_t cols, int64_t depth,
-                              A* to) {
-    multiply<Block>(a, b, width, rows, cols, depth, [&](int64_t row, int64_t col, auto c, V sums) {
-      A* at_row = to + row * width + col + c * V::lanes;
-      if (row < rows) (V::load(at_row) + sums).store(at_row);
-    });
+  static void add_product(Operand<E> a, const E* b, int64_t width, int64_t rows, int64_t cols, int64_t depth, A* to) {
+    multiply<Block>(a, b, width, rows, cols, depth, to, width, Add());
   }
 
   void store_grad_mask(int64_t b, int64_t h, int64_t i, int64_t queries, int64_t j0, KeyRange keys,

@@ -38,7 +38,8 @@ template <class T> class Forward {
   const int64_t splits = max<int64_t>(1, ceil_div(p.seqlen_k, split_size));
   const int64_t tiles = ceil_div(min(p.seqlen_q, p.rows_q), tile_queries);
   const int64_t tasks = p.sequences * p.heads_q * tiles;
-  const bool plain = plain_scores(p);
+  // Then the score of a key is its dot product, and the exponential scales it.
+  const bool plain = plain_scores(p) && p.scale > 1e-30 && p.scale < 1e30;
 
   RowStates take_states(Arena& arena) const {
     return {arena.take<A>(tile_queries), arena.take<A>(tile_queries), arena.take<A>(tile_queries * dim_v)};
@@ -51,7 +52,7 @@ template <class T> class Forward {
     w.v = arena.take<E>(kTileKeys * dim_v);
     w.s = arena.take<A>(kTileKeys * group);
     w.o_rows = arena.take<A>(tile_queries * dim_v);
-    w.mask = arena.take<A>(p.mask.data ? 2 * kTileKeys * group : 0);
+    w.mask = arena.take<A>(p.mask.data ? GroupScores<A, Block::cols>::mask_elements : 0);
     w.states = take_states(arena);
     w.total = take_states(arena);
     return w;
@@ -69,9 +70,11 @@ template <class T> class Forward {
     Sequence sequence;
     int64_t b, h, i0, queries;
   };
-  // The longest rows of a causal head come first.
+  // What takes long comes first, and the short ends of the work are even: the tiles of a causal call last to first, of
+  // another first to last, as the last may be a part of one.
   Tile tile(int64_t task) const {
-    int64_t t = tiles - 1 - task % tiles, bh = task / tiles;
+    int64_t heads = p.sequences * p.heads_q, bh = task % heads, t = task / heads;
+    if (p.window.right < kUnbounded) t = tiles - 1 - t;
     int64_t b = bh / p.heads_q, h = bh % p.heads_q, i0 = t * tile_queries;
     Sequence s = sequence(p, b);
     return {s, b, h, i0, min(tile_queries, s.q_len - i0)};
@@ -92,78 +95,82 @@ template <class T> class Forward {
     if (begin >= end) return;
 
     // Q^T
-    pack(query_rows<T>(p.query, t.sequence, t.h), t.i0, t.queries, tile_queries, p.head_dim, dim, w.q_rows);
-    for (int64_t g = 0; g < groups; g++)
-      transpose(w.q_rows + g * group * dim, dim, group, dim, w.q + g * group * dim, group);
+    const int64_t padded = round_up(t.queries, group);
+    const E* q_rows =
+        packed(query_rows<T>(p.query, t.sequence, t.h), t.i0, t.queries, padded, p.head_dim, dim, w.q_rows);
+    for (int64_t i = 0; i < padded; i += group) transpose(q_rows + i * dim, dim, group, dim, w.q + i * dim, group);
 
     Rows<T> keys = key_rows<T>(p, p.key, t.sequence, t.b, t.h / p.group());
     Rows<T> values = key_rows<T>(p, p.value, t.sequence, t.b, t.h / p.group());
     for (int64_t j0 = begin; j0 < end; j0 += kTileKeys) {
       int64_t n = min(kTileKeys, end - j0);
-      pack(keys, j0, n, round_up(n, kRows), p.head_dim, dim, w.k);
-      pack_across(values, j0, n, p.head_dim_v, dim_v, w.v);
+      const E* k = packed(keys, j0, n, round_up(n, kRows), p.head_dim, dim, w.k);
+      const E* v = packed_across(values, j0, n, p.head_dim_v, dim_v, w.v);
       for (int64_t g = 0; g * group < t.queries; g++) {
         int64_t i = t.i0 + g * group, queries = min(group, t.i0 + t.queries - i);
-        KeyRange range(band, i, i + queries, j0, n);
+        KeyRange range = KeyRange{0, n}.seen(band, i, i + queries, j0);
         if (range.count() <= 0) continue;
-        E* q = w.q + g * group * dim;
-        RowStates rows{states.m + g * group, states.l + g * group, states.acc + g * group * dim_v};
-        if (plain && range.count() % kRows == 0 &&
-            band.verdict(i, i + queries, j0 + range.begin, j0 + range.end) == Verdict::full) {
-          const V scale(p.scale);
-          step(w, q, range, rows, [&](int64_t, auto, V dot) { return dot * scale; });
-        } else {
-          GroupScores<A, Block::cols> score(p, t.sequence, t.b, t.h, i, queries, j0, n, w.mask);
-          step(w, q, range, rows,
-               [&](int64_t j, auto c, V dot) { return score(range.begin + j, c, score.capped(dot)); });
-        }
+        step(t, w, w.q + g * group * dim, k, v, i, queries, j0, range,
+             {states.m + g * group, states.l + g * group, states.acc + g * group * dim_v});
       }
     }
+    if (plain)
+      for (int64_t i = 0; i < tile_queries; i++) states.m[i] *= A(p.scale);
   }
 
-  // One group of queries takes in keys of one tile.
-  template <class ScoreOf>
-  HOT void step(const Workspace& w, const E* q, KeyRange keys, RowStates rows, ScoreOf score_of) const {
+  // Queries [i, i + queries), one group, take in the keys of one tile.
+  HOT void step(const Tile& t, const Workspace& w, const E* q, const E* k, const E* v, int64_t i, int64_t queries,
+                int64_t j0, KeyRange keys, RowStates rows) const {
     // S^T = K Q^T and its maxima
     const int64_t n = keys.count();
-    V tile_max[Block::cols], alpha[Block::cols];
-    unroll<Block::cols>([&](auto c) { tile_max[c] = V(kHidden); });
-    multiply<Block>(Operand<E>{w.k + keys.begin * dim, dim, 1}, q, group, n, group, depth,
-                    [&](int64_t j, int64_t, auto c, V dot) {
-                      V score = score_of(j, c, dot);
-                      tile_max[c] = max(tile_max[c], score);
-                      score.store(w.s + j * group + c * V::lanes);
-                    });
+    const Operand<E> k_rows{k + keys.begin * dim, dim, 1};
+    SetAndMax<V, Block::cols> found;
+    const KeyRange full = plain ? keys.seen_by_all(t.sequence.band, i, i + queries, j0) : KeyRange{keys.end, keys.end};
+    if (full.count() == n && depth <= kChain) {
+      found = multiply_chain<Block>(k_rows, q, group, n, group, depth, w.s, group, found);
+    } else {
+      multiply<Block>(k_rows, q, group, n, group, depth, w.s, group, Set());
+      const Score<A> rule = plain ? Score<A>{1, 0, 0} : score_of_head<A>(p, t.h);
+      GroupScores<A, Block::cols> score(rule, p, t.sequence, t.b, t.h, i, queries, j0, keys.end, w.mask);
+      for (int64_t j = keys.begin; j < keys.end; j++)
+        unroll<Block::cols>([&](auto c) {
+          A* s = w.s + (j - keys.begin) * group + c * V::lanes;
+          V dot = V::load(s);
+          bool as_it_is = full.begin <= j && j < full.end;
+          found(dot, c, as_it_is ? dot : score(j, c, score.capped(dot))).store(s);
+        });
+    }
 
     // P^T and its sums, in the place of the scores
     E* weights = reinterpret_cast<E*>(w.s);
+    if (n % kDepth<E>) std::fill_n(w.s + n * group, group, A(kHidden));
+    const ScaledExp<A> exponential(plain ? p.scale : 1);
+    V m[Block::cols], l[Block::cols], sums[Block::cols], alpha[Block::cols];
     unroll<Block::cols>([&](auto c) {
       State<V> state{V::load(rows.m + c * V::lanes), V::load(rows.l + c * V::lanes)};
-      alpha[c] = raise(state, tile_max[c]);
-      V sum(0);
-      auto weigh = [&](int64_t j) {
-        V p = weight(V::load(w.s + j * group + c * V::lanes), state.m);
-        sum = sum + p;
-        return p;
-      };
-      if constexpr (kDepth<E> == 1)
-        for (int64_t j = 0; j < n; j++) weigh(j).store(weights + j * group + c * V::lanes);
-      else
-        for (int64_t j = 0; j < n; j += 2) {
-          V low = weigh(j);
-          store_pairs(low, j + 1 < n ? weigh(j + 1) : V(0), weights + j / 2 * group + c * V::lanes);
-        }
+      alpha[c] = raise(state, found.largest[c], exponential);
       state.m.store(rows.m + c * V::lanes);
-      (state.l + sum).store(rows.l + c * V::lanes);
+      m[c] = state.m, l[c] = state.l, sums[c] = V(0);
     });
+    for (int64_t j = 0; j < n; j += kDepth<E>)
+      unroll<Block::cols>([&](auto c) {
+        V p_reg[kDepth<E>];
+        unroll<kDepth<E>>([&](auto i) {
+          p_reg[i] = weight(V::load(w.s + (j + i) * group + c * V::lanes), m[c], exponential);
+          sums[c] = sums[c] + p_reg[i];
+        });
+        E* to = weights + j / kDepth<E> * group + c * V::lanes;
+        if constexpr (kDepth<E> == 1)
+          p_reg[0].store(to);
+        else
+          store_pairs(p_reg[0], p_reg[1], to);
+      });
+    unroll<Block::cols>([&](auto c) { (l[c] + sums[c]).store(rows.l + c * V::lanes); });
 
     // O^T = alpha O^T + V^T P^T
-    const E* v = w.v + keys.begin / kDepth<E> * dim_v;
-    multiply<Block>(Operand<E>{v, 1, dim_v}, weights, group, p.head_dim_v, group, ceil_div(n, kDepth<E>),
-                    [&](int64_t d, int64_t, auto c, V sums) {
-                      A* o = rows.acc + d * group + c * V::lanes;
-                      (V::load(o) * alpha[c] + sums).store(o);
-                    });
+    multiply<Block>(Operand<E>{v + keys.begin / kDepth<E> * dim_v, 1, dim_v}, weights, group, p.head_dim_v, group,
+                    ceil_div(n, kDepth<E>), rows.acc, group,
+                    [&alpha](V o, int c, V sum) { return o * alpha[c] + sum; });
   }
 
   void fold(RowStates total, RowStates states) const {
@@ -186,9 +193,7 @@ template <class T> class Forward {
       State<V> state{V::load(states.m + i), V::load(states.l + i)};
       V factor(A(1));
       if (p.sinks.data) factor = merge(state, State<V>{V(p.sinks.at<A>(t.h)), V(A(1))}).into;
-      factor = factor * inverse_sum(state);
-      A* o = states.acc + i / group * group * dim_v + i % group;
-      for (int64_t d = 0; d < p.head_dim_v; d++) (V::load(o + d * group) * factor).store(o + d * group);
+      (factor * inverse_sum(state)).store(states.l + i);
       V lse_lanes = lse(state);
       for (int64_t lane = 0; lane < min(V::lanes, t.queries - i); lane++)
         *at<A>(p.lse, t.sequence.q_batch, t.h, t.sequence.q_row + t.i0 + i + lane) = lse_lanes.v[lane];
@@ -196,7 +201,7 @@ template <class T> class Forward {
     for (int64_t g = 0; g * group < t.queries; g++)
       transpose(states.acc + g * group * dim_v, group, dim_v, group, w.o_rows + g * group * dim_v, dim_v);
     for (int64_t i = 0; i < t.queries; i++)
-      narrow(w.o_rows + i * dim_v, A(1), p.head_dim_v,
+      narrow(w.o_rows + i * dim_v, states.l[i], p.head_dim_v,
              at<T>(p.out, t.sequence.q_batch, t.h, t.sequence.q_row + t.i0 + i), p.out.dim);
   }
 

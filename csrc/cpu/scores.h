@@ -5,7 +5,7 @@
 
 namespace flashsoftmax::FLASHSOFTMAX_ISA {
 
-constexpr int64_t kTileKeys = 128;
+constexpr int64_t kTileKeys = 256;
 
 template <class A> Score<A> score_of_head(const AttentionParams& p, int64_t h) {
   return {A(p.scale), A(p.softcap), p.alibi_slopes.data ? p.alibi_slopes.at<A>(h) : A(0)};
@@ -14,13 +14,21 @@ template <class A> Score<A> score_of_head(const AttentionParams& p, int64_t h) {
 // Neither softcap nor ALiBi nor a mask: a score is scale * q.k.
 INLINE bool plain_scores(const AttentionParams& p) { return p.softcap == 0 && !p.alibi_slopes.data && !p.mask.data; }
 
-// Where in the tile of keys [j0, j0 + n) those lie that queries [i0, i1) see. begin is a multiple of kRows.
+// Keys of a tile that starts at j0.
 struct KeyRange {
   int64_t begin, end;
 
-  KeyRange(const Band& band, int64_t i0, int64_t i1, int64_t j0, int64_t n)
-      : begin(max<int64_t>(0, band.first(i0) - j0) / kRows * kRows), end(min(n, band.end(i1 - 1) - j0)) {}
   int64_t count() const { return end - begin; }
+  // Those that queries [i0, i1) see. begin is a multiple of kRows.
+  KeyRange seen(const Band& band, int64_t i0, int64_t i1, int64_t j0) const {
+    return {max(begin, band.first(i0) - j0) / kRows * kRows, min(end, band.end(i1 - 1) - j0)};
+  }
+  // Those that each of the queries sees, as far as they fill multiples of kRows; may be none.
+  KeyRange seen_by_all(const Band& band, int64_t i0, int64_t i1, int64_t j0) const {
+    int64_t first = round_up(max(begin, band.first(i1 - 1) - j0), kRows);
+    int64_t last = max<int64_t>(0, min(end, band.end(i0) - j0)) / kRows * kRows;
+    return first < last ? KeyRange{first, last} : KeyRange{end, end};
+  }
 };
 
 // Rows [i, i + rows) and keys [j, j + keys) of attn_mask as numbers to add, False being -inf: tile[rows][width].
@@ -46,10 +54,12 @@ template <class A, int cols> class GroupScores {
   static constexpr int64_t group = cols * V::lanes;
 
  public:
-  // mask_scratch holds 2 * group * kTileKeys elements; only used where there is a mask.
-  GroupScores(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h, int64_t i0, int64_t queries,
-              int64_t j0, int64_t keys, A* mask_scratch)
-      : rule_(score_of_head<A>(p, h)) {
+  // What mask_scratch holds; only used where there is a mask.
+  static constexpr int64_t mask_elements = 2 * group * kTileKeys;
+
+  GroupScores(Score<A> rule, const AttentionParams& p, const Sequence& s, int64_t b, int64_t h, int64_t i0,
+              int64_t queries, int64_t j0, int64_t keys, A* mask_scratch)
+      : rule_(rule) {
     A first[group], end[group];
     for (int64_t q = 0; q < group; q++) {
       first[q] = A(min(s.band.first(i0 + q) - j0, kTileKeys));

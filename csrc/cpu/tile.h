@@ -76,6 +76,17 @@ void pack(const Rows<T>& rows, int64_t begin, int64_t count, int64_t padded_rows
   std::memset(static_cast<void*>(tile + count * width), 0, (padded_rows - count) * width * sizeof(E));
 }
 
+// The same, but rows that already lie like this are used where they are.
+template <class T, class E>
+const E* packed(const Rows<T>& rows, int64_t begin, int64_t count, int64_t padded_rows, int64_t dims, int64_t width,
+                E* tile) {
+  constexpr bool same = sizeof(E) == kDepth<E> * sizeof(T);
+  if (same && !rows.pages && count == padded_rows && rows.dim == 1 && rows.row == dims && dims == width * kDepth<E>)
+    return reinterpret_cast<const E*>(rows[begin]);
+  pack(rows, begin, count, padded_rows, dims, width, tile);
+  return tile;
+}
+
 // Rows [begin, begin + count) to tile[ceil(count / kDepth)][width]. A product runs across the rows.
 template <class T, class A>
 void pack_across(const Rows<T>& rows, int64_t begin, int64_t count, int64_t dims, int64_t width, A* tile) {
@@ -87,12 +98,18 @@ void pack_across(const Rows<T>& rows, int64_t begin, int64_t count, int64_t dims
     bf16x2* to = tile + j / 2 * width;
     const T* low = rows[begin + j];
     const T* high = j + 1 < count ? rows[begin + j + 1] : nullptr;
-    int64_t d = 0;
-    if (rows.dim == 1 && high)
-      for (; d + Vec<float>::lanes <= dims; d += Vec<float>::lanes) store_pairs(low + d, high + d, to + d);
-    for (; d < dims; d++) to[d] = {low[d * rows.dim], high ? high[d * rows.dim] : bf16{0}};
+    if (rows.dim == 1 && high)  // GCC makes vectors of this
+      for (int64_t d = 0; d < dims; d++) to[d] = {low[d], high[d]};
+    else
+      for (int64_t d = 0; d < dims; d++) to[d] = {low[d * rows.dim], high ? high[d * rows.dim] : bf16{0}};
     std::memset(static_cast<void*>(to + dims), 0, (width - dims) * sizeof(bf16x2));
   }
+}
+template <class T, class E>
+const E* packed_across(const Rows<T>& rows, int64_t begin, int64_t count, int64_t dims, int64_t width, E* tile) {
+  if constexpr (kDepth<E> == 1) return packed(rows, begin, count, count, dims, width, tile);
+  pack_across(rows, begin, count, dims, width, tile);
+  return tile;
 }
 
 // from[rows][from_width] -> to[cols][to_width], rows and cols multiples of the lanes.
@@ -138,45 +155,73 @@ template <class E> struct Operand {
   int64_t row, step;
 };
 
-// Sums longer than this are made of partial sums: what is rounded off grows with the longest chain of additions.
-constexpr int64_t kChain = 64;
+// What becomes of an element at of a matrix, and the sum that a product has for it, in vector c of a block.
+struct Set {
+  template <class V> INLINE V operator()(V, int, V sum) const { return sum; }
+};
+struct Add {
+  template <class V> INLINE V operator()(V at, int, V sum) const { return at + sum; }
+};
 
-// The product of a [rows][depth] and b [depth][cols], a Block at a time; depth counts elements of E. finish(row, col,
-// c, sums) takes the sums of columns col + c * lanes and on, c being a constant. rows and cols are rounded up to those
-// of the block: a and b must be readable there.
-template <class Block, class E, class Finish>
-INLINE void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, int64_t cols, int64_t depth,
-                     Finish&& finish) {
+// Set, and the largest sums of each column.
+template <class V, int cols> struct SetAndMax {
+  V largest[cols];
+  SetAndMax() {
+    unroll<cols>([&](auto c) { largest[c] = V(kHidden); });
+  }
+  INLINE V operator()(V, int c, V sum) {
+    largest[c] = max(largest[c], sum);
+    return sum;
+  }
+};
+
+// to [rows][to_width] becomes into(to, a b) for a [rows][depth] and b [depth][cols], a Block at a time; depth counts
+// elements of E. rows and cols are rounded up to those of the block, and a and b must be readable there; no more than
+// rows are written. Returns into as it then is.
+template <class Block, class E, class Into>
+HOT Into multiply_chain(Operand<E> a, const E* b, int64_t b_width, int64_t rows, int64_t cols, int64_t depth,
+                        Accumulate<E>* to, int64_t to_width, Into into) {
   using V = Vec<Accumulate<E>>;
   using F = Factor<E>;
   constexpr int block_rows = Block::rows, block_cols = Block::cols;
   for (int64_t col = 0; col < cols; col += block_cols * V::lanes)
     for (int64_t row = 0; row < rows; row += block_rows) {
       V sums[block_rows * block_cols];
+      unroll<block_rows * block_cols>([&](auto i) { sums[i] = V(0); });
       const E* a_k = a.data + row * a.row;
       const E* b_k = b + col;
-      auto add_up = [&](int64_t steps) {
-        unroll<block_rows * block_cols>([&](auto i) { sums[i] = V(0); });
-        for (int64_t k = 0; k < steps; k++, a_k += a.step, b_k += b_width) {
-          typename F::Vector b_reg[block_cols];
-          unroll<block_cols>([&](auto c) { b_reg[c] = F::load(b_k + c * V::lanes); });
-          unroll<block_rows>([&](auto r) {
-            auto a_reg = F::splat(a_k[r * a.row]);
-            unroll<block_cols>(
-                [&](auto c) { sums[r * block_cols + c] = F::multiply_add(sums[r * block_cols + c], a_reg, b_reg[c]); });
-          });
-        }
-      };
-      add_up(min(depth, kChain));
-      for (int64_t done = kChain; done < depth; done += kChain) {
-        V before[block_rows * block_cols];
-        unroll<block_rows * block_cols>([&](auto i) { before[i] = sums[i]; });
-        add_up(min(depth - done, kChain));
-        unroll<block_rows * block_cols>([&](auto i) { sums[i] = before[i] + sums[i]; });
+      for (int64_t k = 0; k < depth; k++, a_k += a.step, b_k += b_width) {
+        typename F::Vector b_reg[block_cols];
+        unroll<block_cols>([&](auto c) { b_reg[c] = F::load(b_k + c * V::lanes); });
+        unroll<block_rows>([&](auto r) {
+          auto a_reg = F::splat(a_k[r * a.row]);
+          unroll<block_cols>(
+              [&](auto c) { sums[r * block_cols + c] = F::multiply_add(sums[r * block_cols + c], a_reg, b_reg[c]); });
+        });
       }
-      unroll<block_rows>(
-          [&](auto r) { unroll<block_cols>([&](auto c) { finish(row + r, col, c, sums[r * block_cols + c]); }); });
+      unroll<block_rows>([&](auto r) {
+        if (row + r < rows)
+          unroll<block_cols>([&](auto c) {
+            Accumulate<E>* at = to + (row + r) * to_width + col + c * V::lanes;
+            into(V::load(at), c, sums[r * block_cols + c]).store(at);
+          });
+      });
     }
+  return into;
+}
+
+// Sums longer than this are made of partial sums: what is rounded off grows with the longest chain of additions.
+constexpr int64_t kChain = 128;
+
+// The same, in chains of bounded length.
+template <class Block, class E, class Into>
+void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, int64_t cols, int64_t depth, Accumulate<E>* to,
+              int64_t to_width, Into into) {
+  multiply_chain<Block>(a, b, b_width, rows, cols, min(depth, kChain), to, to_width, into);
+  for (int64_t k = kChain; k < depth; k += kChain) {
+    Operand<E> a_rest{a.data + k * a.step, a.row, a.step};
+    multiply_chain<Block>(a_rest, b + k * b_width, b_width, rows, cols, min(depth - k, kChain), to, to_width, Add());
+  }
 }
 
 // s[r][j] = q[r] . k_rows[j] for rows of q [count][q_width] and n keys, at most a vector of them. head_dim lies in the

@@ -78,6 +78,7 @@ template <int count, class F> INLINE void unroll(F&& f) { unroll(f, std::make_in
 
 using Bits = Native<uint32_t, kVectorBytes>::type;  // of a vector of float
 using Halves = Native<uint16_t, kVectorBytes / 2>::type;
+using Shorts = Native<uint16_t, kVectorBytes>::type;
 
 template <class A> struct Mask {
   typename Native<typename IntegerOf<A>::type, kVectorBytes>::type v;
@@ -132,6 +133,11 @@ template <class A> struct Vec {
 // 1.5 * 2^23: adding it to a float rounds to an integer, which then lies in the low bits.
 constexpr float kRoundingShift = 12582912.0f;
 
+constexpr double kLog2e = 1.44269504088896341;
+
+INLINE Vec<double> exp2(Vec<double> x) {
+  return Vec<double>::each(x, [](double e) { return std::exp2(e); });
+}
 INLINE Vec<double> exp(Vec<double> x) {
   return Vec<double>::each(x, [](double e) { return std::exp(e); });
 }
@@ -139,33 +145,39 @@ INLINE Vec<double> tanh(Vec<double> x) {
   return Vec<double>::each(x, [](double e) { return std::tanh(e); });
 }
 
-// p * 2^n for p near 1 and an integer n from -160 to 129; what is below 2^-126 may become 0.
-INLINE Vec<float> scale_by_power(Vec<float> p, Vec<float> n) {
-#if FLASHSOFTMAX_VECTOR_BYTES == 64
-  return Vec<float>::Elements(_mm512_maskz_scalef_ps(0xffff, __m512(p.v), __m512(n.v)));
-#else
+// 2^x = 2^n 2^f with n = floor(x). The polynomial's relative error is below 9.5e-8, and it is 1 at 0. A NaN stays, and what
+// is below 2^-126 may become 0.
+INLINE Vec<float> exp2(Vec<float> x) {
   using V = Vec<float>;
-  V shifted = n + V(kRoundingShift);
+#if FLASHSOFTMAX_VECTOR_BYTES == 64
+  V f = V::Elements(_mm512_maskz_reduce_ps(0xffff, __m512(x.v), _MM_FROUND_TO_NEG_INF));  // 0 for an infinity
+#else
+  x = min(V(129.0f), max(V(-160.0f), x));
+  V shifted = x - V(0.5f) + V(kRoundingShift);
+  V n = shifted - V(kRoundingShift), f = x - n;
+#endif
+  V p(1.86713052e-3f);
+  p = p * f + V(9.01702978e-3f);
+  p = p * f + V(5.57999127e-2f);
+  p = p * f + V(2.40164444e-1f);
+  p = p * f + V(6.93151295e-1f);
+  p = p * f + V(1.0f);
+#if FLASHSOFTMAX_VECTOR_BYTES == 64
+  return V::Elements(_mm512_maskz_scalef_ps(0xffff, __m512(p.v), __m512(x.v)));  // p 2^floor(x)
+#else
   V power = reinterpret_cast<V::Elements>((reinterpret_cast<Bits>(shifted.v) << 23) + (127u << 23));
   return select(n < V(-126.0f), V(0.0f), p * power);
 #endif
 }
+// The rounding of the product adds |x| 2^-24 to the relative error.
+INLINE Vec<float> exp(Vec<float> x) { return exp2(x * Vec<float>(kLog2e)); }
 
-// e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln(2) / 2. The polynomial's relative error is below 4e-9, and it is 1
-// at 0. A NaN stays, which is why the limits come first in max and min.
-INLINE Vec<float> exp(Vec<float> x) {
-  using V = Vec<float>;
-  x = min(V(89.0f), max(V(-110.0f), x));
-  V n = x * V(1.44269504f) + V(kRoundingShift) - V(kRoundingShift);
-  V r = x - n * V(0.693359375f) + n * V(2.12194440e-4f);  // ln 2 in two parts: n times the first is exact
-  V p(0.00138145301f);
-  p = p * r + V(0.00836874545f);
-  p = p * r + V(0.0416683927f);
-  p = p * r + V(0.166665211f);
-  p = p * r + V(0.49999994f);
-  p = p * (r * r) + r + V(1.0f);
-  return scale_by_power(p, n);
-}
+// The exponential of differences of scores that are yet to be multiplied by scale.
+template <class A> struct ScaledExp {
+  Vec<A> factor;
+  INLINE explicit ScaledExp(double scale) : factor(scale * kLog2e) {}
+  INLINE Vec<A> operator()(Vec<A> x) const { return exp2(x * factor); }
+};
 
 INLINE Vec<float> tanh(Vec<float> x) {
   using V = Vec<float>;
@@ -183,20 +195,23 @@ INLINE Vec<float> tanh(Vec<float> x) {
   return select(V(0.625f) <= magnitude, far, near);
 }
 
-#ifdef FLASHSOFTMAX_BF16_PAIRS
-// Pairs of the lanes of two vectors.
-INLINE void store_pairs(Halves low, Halves high, bf16x2* to) {
-  Bits pairs = __builtin_convertvector(low, Bits) | (__builtin_convertvector(high, Bits) << 16);
-  std::memcpy(to, &pairs, sizeof(pairs));
+INLINE Bits widen_halves(Halves x) {
+#if FLASHSOFTMAX_VECTOR_BYTES == 64  // of which GCC 12 makes five instructions
+  return Bits(_mm512_maskz_cvtepu16_epi32(0xffff, __m256i(x)));
+#else
+  return __builtin_convertvector(x, Bits);
+#endif
 }
-INLINE void store_pairs(const bf16* low, const bf16* high, bf16x2* to) {
-  Halves l, h;
-  std::memcpy(&l, low, sizeof(l));
-  std::memcpy(&h, high, sizeof(h));
-  store_pairs(l, h, to);
+
+#ifdef FLASHSOFTMAX_BF16_PAIRS
+// Pairs of the lanes of two vectors, rounded to bfloat16.
+template <int... i> INLINE Shorts interleave_halves(Shorts x, std::integer_sequence<int, i...>) {
+  return __builtin_shuffle(x, Shorts{(i / 2 + i % 2 * 16)...});
 }
 INLINE void store_pairs(Vec<float> low, Vec<float> high, bf16x2* to) {
-  store_pairs(Halves(_mm512_cvtneps_pbh(__m512(low.v))), Halves(_mm512_cvtneps_pbh(__m512(high.v))), to);
+  Shorts halves = (Shorts)_mm512_cvtne2ps_pbh(__m512(high.v), __m512(low.v));  // of low, then of high
+  halves = interleave_halves(halves, std::make_integer_sequence<int, 32>{});
+  std::memcpy(to, &halves, sizeof(halves));
 }
 #endif
 
@@ -255,7 +270,7 @@ INLINE Vec<double> load(const double* p) { return Vec<double>::load(p); }
 INLINE Vec<float> load(const bf16* p) {
   Halves narrow;
   std::memcpy(&narrow, p, sizeof(narrow));
-  return reinterpret_cast<Vec<float>::Elements>(__builtin_convertvector(narrow, Bits) << 16);
+  return reinterpret_cast<Vec<float>::Elements>(widen_halves(narrow) << 16);
 }
 INLINE Vec<float> load(const f16* p) {
 #if FLASHSOFTMAX_VECTOR_BYTES == 64
