@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import reference
 from cases import CASES, LONG, case
-from checks import assert_same_bits, check_forward
+from checks import assert_same_bits, cast, check_forward
 from flashsoftmax import attention
 
 
@@ -171,6 +171,26 @@ class TestRange:
         mask = torch.where(torch.rand(rows, 70) < 0.5, lowest, 0.0)
         mask[:, 3] = 0
         assert_close(attention(q, k, v, mask), attention(q, k, v, mask == 0))
+
+    @pytest.mark.parametrize("rows", [1, 40])
+    def test_an_infinite_value_is_not_nan(self, rows, dtype, device):
+        """Of 33 keys the last, beside which a kernel that takes keys in twos has none."""
+        q, k, v = (torch.randn(1, 2, n, 48, device=device).to(dtype) for n in (rows, 33, 33))
+        v[:, :, -1, 5] = torch.inf
+        out = attention(q, k, v)
+        assert out[..., 5].isposinf().all()
+        v[:, :, -1, 5] = 0
+        assert_same_bits(out[..., 6:], attention(q, k, v)[..., 6:])
+
+    @pytest.mark.parametrize("rows", [4, 40])
+    @pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-35, 1e35, -0.7])
+    def test_scales_that_no_one_needs(self, scale, rows):
+        inputs = {name: torch.randn(1, 2, rows, 16) for name in ("query", "key", "value")}
+        out, lse = attention(**inputs, scale=scale, causal=True, return_lse=True)
+        exact_out, exact_lse = reference.attention(**cast(inputs, torch.float64), scale=scale, causal=True)
+        assert_close(out.double(), exact_out, rtol=1e-5, atol=1e-5)
+        unit = max(1, scale)
+        assert_close(lse / unit, (exact_lse / unit).float(), rtol=1e-5, atol=1e-5)
 
     def test_sums_of_bfloat16_do_not_stall(self):
         """1 + 1 + ... in bfloat16 stops at 256."""

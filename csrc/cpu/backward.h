@@ -274,12 +274,13 @@ template <class T> class Backward {
   // q.k summed as the decode forward sums it. In another order a score of 100 differs from its lse by 1e-5, and P by as
   // much.
   void decode_scores(int64_t queries, KeyRange keys, const Workspace& w) const {
-    const Element* k_rows[tile_keys];
+    const Element* k_rows[tile_keys + kRowsAhead];
     for (int64_t j = keys.begin; j < keys.end; j++) k_rows[j] = elements(w.k.rows, depth)[j];
+    repeat_last(k_rows, keys.end);
     for (int64_t q = 0; q < queries; q++) {
       A s[tile_keys + V::lanes];
       for (int64_t j = keys.begin; j < keys.end; j += V::lanes)
-        dots<1>(k_rows + j, keys.end - j, w.q.rows + q * depth, depth, p.head_dim, s + j, tile_keys);
+        dots<1>(k_rows + j, w.q.rows + q * depth, depth, p.head_dim, s + j, tile_keys);
       for (int64_t j = keys.begin; j < keys.end; j++) w.s[j * tile_queries + q] = s[j];
     }
     for (int64_t j = keys.begin; j < keys.end; j++)

@@ -24,7 +24,8 @@ template <class T> class Decode {
     A* bias;                     // [tile_keys]
     T* k;                        // [tile_keys][dim], only where rows are not contiguous in memory
     T* v;                        // [tile_keys][dim_v]
-    const T **k_rows, **v_rows;  // [tile_keys]
+    T* no_value;                 // [dim_v], zeros beside the last value where values are read in pairs
+    const T **k_rows, **v_rows;  // [tile_keys + kRowsAhead]
     RowStates tile, states, total;
   };
   struct Head {
@@ -51,8 +52,9 @@ template <class T> class Decode {
     w.bias = arena.take<A>(tile_keys);
     w.k = arena.take<T>(p.key.dim == 1 ? 0 : tile_keys * dim);
     w.v = arena.take<T>(p.value.dim == 1 ? 0 : tile_keys * dim_v);
-    w.k_rows = arena.take<const T*>(tile_keys);
-    w.v_rows = arena.take<const T*>(tile_keys);
+    w.no_value = arena.take<T>(dim_v);
+    w.k_rows = arena.take<const T*>(tile_keys + kRowsAhead);
+    w.v_rows = arena.take<const T*>(tile_keys + kRowsAhead);
     w.tile = take_states(arena);
     w.states = take_states(arena);
     w.total = take_states(arena);
@@ -80,12 +82,14 @@ template <class T> class Decode {
   // Pointers to rows [j0, j0 + n), which are copied together first where their elements lie apart.
   static void gather(const Rows<T>& from, int64_t j0, int64_t n, int64_t dims, int64_t width, T* copy,
                      const T** pointers) {
-    for (int64_t j = 0; j < n; j++) {
-      pointers[j] = from[j0 + j];
-      if (from.dim == 1) continue;
-      for (int64_t d = 0; d < dims; d++) copy[j * width + d] = pointers[j][d * from.dim];
-      pointers[j] = copy + j * width;
-    }
+    for (int64_t j = 0; j < n; j++) pointers[j] = from[j0 + j];
+    if (from.dim != 1)
+      for (int64_t j = 0; j < n; j++) {
+        T* row = copy + j * width;
+        for (int64_t d = 0; d < dims; d++) row[d] = pointers[j][d * from.dim];
+        pointers[j] = row;
+      }
+    repeat_last(pointers, n);
   }
 
   void run_split(const Head& t, int64_t split, const Workspace& w, RowStates states) const {
@@ -100,31 +104,32 @@ template <class T> class Decode {
       if (i < t.sequence.q_len)
         pack(query_rows<T>(p.query, t.sequence, query_head(t, r)), i, 1, 1, p.head_dim, depth, w.q + r * depth);
     }
+    std::memset(static_cast<void*>(w.no_value), 0, dim_v * sizeof(T));
     Rows<T> keys = key_rows<T>(p, p.key, t.sequence, t.b, t.kv_head);
     Rows<T> values = key_rows<T>(p, p.value, t.sequence, t.b, t.kv_head);
     for (int64_t j0 = begin; j0 < end; j0 += tile_keys) {
       int64_t n = min(tile_keys, end - j0);
       gather(keys, j0, n, p.head_dim, dim, w.k, w.k_rows);
       gather(values, j0, n, p.head_dim_v, dim_v, w.v, w.v_rows);
+      if (n % kDepth<E>) w.v_rows[n] = w.no_value;
       clear(w.tile);
       for (int64_t j = 0; j < n; j += V::lanes)
-        in_row_blocks<4>([&](int64_t r, auto count) {
-          dots<count>(w.k_rows + j, n - j, w.q + r * depth, depth, p.head_dim, w.s + r * tile_keys + j, tile_keys);
+        in_row_blocks<min(4, V::lanes)>([&](int64_t r, auto count) {
+          dots<count>(w.k_rows + j, w.q + r * depth, depth, p.head_dim, w.s + r * tile_keys + j, tile_keys);
         });
       for (int64_t r = 0; r < rows; r++) weigh(t, r, j0, n, w);
-      constexpr int64_t block_keys = 32;  // of values, that the cache nearest to the core holds
-      for (int64_t j = 0; j < n; j += block_keys)
-        in_row_blocks<2>([&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + block_keys, n)); });
+      for (int64_t j = 0; j < n; j += kFetch)  // so many values stay in the cache nearest to the core
+        in_row_blocks<2>([&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + kFetch, n)); });
       fold(states, w.tile);
     }
   }
 
-  // f(row, count) over all rows, block of them at a time and the rest one by one. A row's arithmetic is the same in
-  // either.
-  template <int block, class F> INLINE void in_row_blocks(F&& f) const {
+  // f(row, count) over all rows, at most `most` of them together. A row's arithmetic does not depend on how many.
+  template <int most, class F> INLINE void in_row_blocks(F&& f) const {
     int64_t r = 0;
-    for (; r + block <= rows; r += block) f(r, std::integral_constant<int, block>{});
-    for (; r < rows; r++) f(r, std::integral_constant<int, 1>{});
+    for (; r + most <= rows; r += most) f(r, std::integral_constant<int, most>{});
+    if constexpr (most > 1)
+      for (; r < rows; r++) f(r, std::integral_constant<int, 1>{});
   }
 
   // Scores to weights, and the row's state of this tile, but for acc.
@@ -154,10 +159,11 @@ template <class T> class Decode {
     State<A> state;
     raise(state, fold_lanes(maxima, [](A a, A b) { return max(a, b); }));
     V sums(A(0));
+    E* weights = reinterpret_cast<E*>(s);
     for (int64_t j = 0; j < padded; j += V::lanes) {
       V p = weight(V::load(s + j), V(state.m));
       sums = sums + p;
-      p.store(s + j);
+      Factor<E>::store(p, weights + j / kDepth<E>);
     }
     w.tile.m[r] = state.m;
     w.tile.l[r] = fold_lanes(sums, [](A a, A b) { return a + b; });
@@ -171,29 +177,34 @@ template <class T> class Decode {
 
   // The tile's acc[r] += sum over j in [begin, end) of p[r][j] v[j] for row r and the next count - 1
   template <int count> HOT void accumulate(const Workspace& w, int64_t r, int64_t begin, int64_t end) const {
-    constexpr int block_cols = QueryBlock<A>::rows;  // vectors of a value, summed in registers
-    auto columns = [&](int64_t d, auto cols, auto load_v) {
+    using F = Factor<E>;
+    using Block = QueryBlock<A>;
+    constexpr int most_cols = min(Block::rows, Block::rows * Block::cols / count);  // vectors summed in registers
+    const E* weights = reinterpret_cast<const E*>(w.s + r * tile_keys);
+    constexpr int64_t p_width = tile_keys * sizeof(A) / sizeof(E);
+    auto columns = [&](int64_t d, auto cols, auto... count_v) {  // the last: of elements, none: all
       V sums[count * cols];
       unroll<count * cols>(
           [&](auto i) { sums[i] = V::load(w.tile.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
-      for (int64_t j = begin; j < end; j++) {
-        V v_reg[cols];
-        unroll<cols>([&](auto c) { v_reg[c] = load_v(w.v_rows[j] + d + c * V::lanes); });
+      for (int64_t j = begin; j < end; j += kDepth<E>) {
+        typename F::Vector v_reg[cols];
+        unroll<cols>([&](auto c) {
+          v_reg[c] = F::load_across(w.v_rows + j, d + c * V::lanes, count_v...);
+          unroll<kDepth<E>>([&](auto i) { fetch<V::lanes>(w.v_rows[j + i + kFetch], d + c * V::lanes); });
+        });
         unroll<count>([&](auto row) {
-          V p_reg(w.s[(r + row) * tile_keys + j]);
-          unroll<cols>([&](auto c) { sums[row * cols + c] = sums[row * cols + c] + p_reg * v_reg[c]; });
+          auto p_reg = F::splat(weights[row * p_width + j / kDepth<E>]);
+          unroll<cols>([&](auto c) { sums[row * cols + c] = F::multiply_add(sums[row * cols + c], p_reg, v_reg[c]); });
         });
       }
       unroll<count * cols>(
           [&](auto i) { sums[i].store(w.tile.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
     };
-    auto whole = [](const T* x) { return load(x); };
     int64_t d = 0;
-    for (; d + block_cols * V::lanes <= p.head_dim_v; d += block_cols * V::lanes)
-      columns(d, std::integral_constant<int, block_cols>{}, whole);
-    for (; d + V::lanes <= p.head_dim_v; d += V::lanes) columns(d, std::integral_constant<int, 1>{}, whole);
-    if (d < p.head_dim_v)
-      columns(d, std::integral_constant<int, 1>{}, [&](const T* x) { return load(x, p.head_dim_v - d); });
+    for (; d + most_cols * V::lanes <= p.head_dim_v; d += most_cols * V::lanes)
+      columns(d, std::integral_constant<int, most_cols>{});
+    for (; d + V::lanes <= p.head_dim_v; d += V::lanes) columns(d, std::integral_constant<int, 1>{});
+    if (d < p.head_dim_v) columns(d, std::integral_constant<int, 1>{}, p.head_dim_v - d);
   }
 
   void fold(RowStates total, RowStates states) const {

@@ -224,29 +224,48 @@ void multiply(Operand<E> a, const E* b, int64_t b_width, int64_t rows, int64_t c
   }
 }
 
-// s[r][j] = q[r] . k_rows[j] for rows of q [count][q_width] and n keys, at most a vector of them. head_dim lies in the
-// lanes, and keys are read in the order of memory.
-template <int count, class T, class E>
-HOT void dots(const T* const* k_rows, int64_t n, const E* q, int64_t q_width, int64_t dims, Accumulate<T>* s,
-              int64_t s_width) {
+// What a loop over rows will read so many rows later is fetched into the cache: memory is read faster than when each
+// line is waited for. An array of pointers to rows goes on for kRowsAhead with the last one.
+constexpr int64_t kFetch = 32, kRowsAhead = 64;
+
+template <class T> INLINE void repeat_last(const T** pointers, int64_t n) {
+  std::fill_n(pointers + n, kRowsAhead, pointers[n - 1]);
+}
+// count elements at p were loaded; a cache line is asked for once.
+template <int count, class T> INLINE void fetch(const T* row, int64_t d) {
+  if (count * sizeof(T) >= 64 || d * sizeof(T) % 64 == 0) __builtin_prefetch(row + d, 0, 2);
+}
+
+// s[r][j] = q[r] . k_rows[j] for rows of q [rows][q_width] and a vector of keys. head_dim lies in the lanes. The sums of
+// rows x keys are in registers, a lane for each; in which order they are added depends on neither.
+template <int rows, class T, class E>
+HOT void dots(const T* const* k_rows, const E* q, int64_t q_width, int64_t dims, Accumulate<T>* s, int64_t s_width) {
   using V = Vec<Accumulate<T>>;
   using F = Factor<E>;
+  constexpr int keys = V::lanes / rows;
   constexpr int lanes = V::lanes * kDepth<E>;  // elements of T
-  V products[count][V::lanes];
-  for (int key = 0; key < V::lanes; key++) {
-    const T* k = k_rows[min(key, n - 1)];
-    V sums[count];
-    unroll<count>([&](auto row) { sums[row] = V(0); });
-    auto step = [&](int64_t d, typename F::Vector k_reg) {
-      unroll<count>(
-          [&](auto row) { sums[row] = F::multiply_add(sums[row], F::load(q + row * q_width + d / kDepth<E>), k_reg); });
+  for (int j = 0; j < V::lanes; j += keys) {
+    const T *k[keys], *later[keys];
+    unroll<keys>([&](auto i) { k[i] = k_rows[j + i], later[i] = k_rows[j + i + kFetch]; });
+    V sums[V::lanes];
+    unroll<V::lanes>([&](auto i) { sums[i] = V(0); });
+    auto step = [&](int64_t d, auto... count) {  // of elements; none: all
+      typename F::Vector k_reg[keys];
+      unroll<keys>([&](auto i) { k_reg[i] = F::load(k[i] + d, count...), fetch<lanes>(later[i], d); });
+      unroll<rows>([&](auto row) {
+        auto q_reg = F::load(q + row * q_width + d / kDepth<E>);
+        unroll<keys>([&](auto i) {
+          constexpr int at = row() * keys + i();
+          sums[at] = F::multiply_add(sums[at], q_reg, k_reg[i]);
+        });
+      });
     };
     int64_t d = 0;
-    for (; d + lanes <= dims; d += lanes) step(d, F::load(k + d));
-    if (d < dims) step(d, F::load(k + d, dims - d));
-    unroll<count>([&](auto row) { products[row][key] = sums[row]; });
+    for (; d + lanes <= dims; d += lanes) step(d);
+    if (d < dims) step(d, dims - d);
+    V dot = sum_lanes(sums);
+    unroll<rows>([&](auto row) { std::memcpy(s + row * s_width + j, &dot.v[row() * keys], keys * sizeof(dot.v[0])); });
   }
-  unroll<count>([&](auto row) { sum_lanes(products[row]).store(s + row * s_width); });
 }
 
 // Hands out aligned pieces of scratch memory.

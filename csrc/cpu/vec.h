@@ -298,6 +298,12 @@ template <class E> struct Factor {
   template <class T> static INLINE Vector load(const T* p, int64_t count) {
     return ::flashsoftmax::FLASHSOFTMAX_ISA::load(p, count);
   }
+  // Of the row, or of the two rows where E is a pair of them, the vector at d; all of it or count elements.
+  template <class T> static INLINE Vector load_across(const T* const* rows, int64_t d) { return load(rows[0] + d); }
+  template <class T> static INLINE Vector load_across(const T* const* rows, int64_t d, int64_t count) {
+    return load(rows[0] + d, count);
+  }
+  static INLINE void store(Vec<E> x, E* p) { x.store(p); }
   static INLINE Vec<E> multiply_add(Vec<E> sum, Vector a, Vector b) { return sum + a * b; }
 };
 #ifdef FLASHSOFTMAX_BF16_PAIRS
@@ -310,6 +316,16 @@ template <> struct Factor<bf16x2> {
   }
   static INLINE Vector load(const void* p) { return _mm512_loadu_si512(p); }
   static INLINE Vector load(const bf16* p, int64_t count) { return _mm512_maskz_loadu_epi16((1u << count) - 1, p); }
+  static INLINE Vector load_across(const bf16* const* rows, int64_t d, int64_t count = 16) {
+    const __mmask16 mask = (1u << count) - 1;
+    Bits low = widen_halves(Halves(_mm256_maskz_loadu_epi16(mask, rows[0] + d)));
+    Bits high = widen_halves(Halves(_mm256_maskz_loadu_epi16(mask, rows[1] + d)));
+    return Vector(low | (high << 16));
+  }
+  static INLINE void store(Vec<float> x, bf16x2* p) {
+    const auto halves = _mm512_cvtneps_pbh(__m512(x.v));
+    std::memcpy(p, &halves, sizeof(halves));
+  }
   static INLINE Vec<float> multiply_add(Vec<float> sum, Vector a, Vector b) {
     return Vec<float>::Elements(_mm512_dpbf16_ps(__m512(sum.v), __m512bh(a), __m512bh(b)));
   }
@@ -363,12 +379,24 @@ template <class A> INLINE void transpose(Vec<A> (&rows)[Vec<A>::lanes]) {
   }
 }
 
-// Lane i of the result is the sum over the lanes of rows[i].
-template <class A, int n = Vec<A>::lanes> INLINE Vec<A> sum_lanes(Vec<A> (&rows)[Vec<A>::lanes]) {
-  unroll<n / 2>(
-      [&](auto i) { rows[i] = interleave_low(rows[i], rows[i + n / 2]) + interleave_high(rows[i], rows[i + n / 2]); });
-  if constexpr (n > 2) return sum_lanes<A, n / 2>(rows);
-  return rows[0];
+// Lane i of the result is x[i] + x[i ^ w], or the same of y where w is a bit of i.
+template <int w, class A, int... i> INLINE Vec<A> add_across(Vec<A> x, Vec<A> y, std::integer_sequence<int, i...>) {
+  using I = typename Vec<A>::Integers;
+  constexpr int n = Vec<A>::lanes;
+  return Vec<A>(__builtin_shuffle(x.v, y.v, I{(i & w ? n + i : i)...})) +
+         Vec<A>(__builtin_shuffle(x.v, y.v, I{(i & w ? n + (i ^ w) : i ^ w)...}));
+}
+// Lane i of the result is the sum over the lanes of rows[i], in an order that does not depend on i.
+template <int w = 1, class A, int n> INLINE Vec<A> sum_lanes(Vec<A> (&rows)[n]) {
+  if constexpr (w == n) {
+    return rows[0];
+  } else {
+    unroll<n / (2 * w)>([&](auto i) {
+      constexpr int at = 2 * w * i();
+      rows[at] = add_across<w>(rows[at], rows[at + w], std::make_integer_sequence<int, n>{});
+    });
+    return sum_lanes<2 * w>(rows);
+  }
 }
 
 }  // namespace flashsoftmax::FLASHSOFTMAX_ISA
