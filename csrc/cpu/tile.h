@@ -231,9 +231,10 @@ constexpr int64_t kFetch = 32, kRowsAhead = 64;
 template <class T> INLINE void repeat_last(const T** pointers, int64_t n) {
   std::fill_n(pointers + n, kRowsAhead, pointers[n - 1]);
 }
-// count elements at p were loaded; a cache line is asked for once.
+// The cache line of row[d], with a loop that takes count elements at a time. Short vectors have too many of these.
 template <int count, class T> INLINE void fetch(const T* row, int64_t d) {
-  if (count * sizeof(T) >= 64 || d * sizeof(T) % 64 == 0) __builtin_prefetch(row + d, 0, 2);
+  constexpr int bytes = count * sizeof(T), line = 64;
+  if (bytes >= line || (bytes >= line / 2 && d * sizeof(T) % line == 0)) __builtin_prefetch(row + d, 0, 2);
 }
 
 // s[r][j] = q[r] . k_rows[j] for rows of q [rows][q_width] and a vector of keys. head_dim lies in the lanes. The sums of
