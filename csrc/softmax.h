@@ -8,8 +8,8 @@
 // m and l live here. The accumulator a lives wherever a kernel keeps it (vector registers, an MMA fragment, a
 // row of a split) and follows by the factor that each function returns. N is float, double, or a vector of them.
 //
-// Scores are in natural units and are scaled before they are compared, so the largest weight of a row is exactly 1
-// and its lse carries no change of units: a row of scores near 1e11 keeps its output and its gradient.
+// Scores are subtracted before they change their units (to base 2, or by a scale that is left to the exponential), so
+// the largest weight of a row is exactly 1: a row of scores near 1e11 keeps its output and its gradient.
 #pragma once
 
 #include <cmath>
