@@ -274,6 +274,7 @@ template <class T> class Backward {
   // q.k summed as the decode forward sums it. In another order a score of 100 differs from its lse by 1e-5, and P by as
   // much.
   void decode_scores(int64_t queries, KeyRange keys, const Workspace& w) const {
+    if (keys.count() <= 0) return;
     const Element* k_rows[tile_keys + kRowsAhead];
     for (int64_t j = keys.begin; j < keys.end; j++) k_rows[j] = elements(w.k.rows, depth)[j];
     repeat_last(k_rows, keys.end);
