@@ -1,10 +1,5 @@
 """Benchmarks: `python -m bench` lists them."""
 
-import os
-
-# Before torch starts its threads. A system that puts two of them on one core takes seconds to notice.
-os.environ.setdefault("OMP_PROC_BIND", "true")
-
 BENCHMARKS = {
     "throughput": "time of attention beside every peer that is there, and beside what the machine can do",
     "traffic": "bytes that attention moves: by formula, counted, and measured where something here can measure them",
