@@ -145,14 +145,14 @@ INLINE Vec<double> tanh(Vec<double> x) {
   return Vec<double>::each(x, [](double e) { return std::tanh(e); });
 }
 
-// 2^x = 2^n 2^f with n = floor(x). The polynomial's relative error is below 9.5e-8, and it is 1 at 0. A NaN stays, and what
-// is below 2^-126 may become 0.
+// 2^x = 2^n 2^f with n = floor(x). The polynomial's relative error is below 9.5e-8, and it is 1 at 0. A NaN stays, and
+// what is below 2^-126 may become 0.
 INLINE Vec<float> exp2(Vec<float> x) {
   using V = Vec<float>;
 #if FLASHSOFTMAX_VECTOR_BYTES == 64
   V f = V::Elements(_mm512_maskz_reduce_ps(0xffff, __m512(x.v), _MM_FROUND_TO_NEG_INF));  // 0 for an infinity
 #else
-  x = min(V(129.0f), max(V(-160.0f), x));
+  x = min(V(128.0f), max(V(-160.0f), x));  // 2^128 is infinity
   V shifted = x - V(0.5f) + V(kRoundingShift);
   V n = shifted - V(kRoundingShift), f = x - n;
 #endif
