@@ -221,9 +221,9 @@ template <class T> class Backward {
     std::memset(static_cast<void*>(w.grad_k), 0, tile_keys * width * sizeof(A));
     std::memset(static_cast<void*>(w.grad_v), 0, tile_keys * width_v * sizeof(A));
 
-    int64_t begin = s.band.first_query(j0) / tile_queries, end = min(s.q_len, s.band.end_query(j0 + n));
+    const int64_t first_query = s.band.first_query(j0), end_query = min(s.q_len, s.band.end_query(j0 + n));
     for (int64_t g = 0; g < p.group(); g++)
-      for (int64_t t = begin; t * tile_queries < end; t++) {
+      for (int64_t t = first_query / tile_queries; max(first_query, t * tile_queries) < end_query; t++) {
         int64_t h = kv_head * p.group() + g, i = t * tile_queries, queries = min(tile_queries, s.q_len - i);
         pack_queries(s, h, i, queries, w, shared);
 
@@ -274,7 +274,6 @@ template <class T> class Backward {
   // q.k summed as the decode forward sums it. In another order a score of 100 differs from its lse by 1e-5, and P by as
   // much.
   void decode_scores(int64_t queries, KeyRange keys, const Workspace& w) const {
-    if (keys.count() <= 0) return;
     const Element* k_rows[tile_keys + kRowsAhead];
     for (int64_t j = keys.begin; j < keys.end; j++) k_rows[j] = elements(w.k.rows, depth)[j];
     repeat_last(k_rows, keys.end);

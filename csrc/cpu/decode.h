@@ -13,6 +13,7 @@ template <class T> class Decode {
   using E = Packed<T>;
 
   static constexpr int64_t tile_keys = 1024;
+  static constexpr T kNoValue[kMaxHeadDim] = {};  // beside the last value, where they are read in pairs
 
   // The states of the query rows of one kv head: m, l [rows], acc [rows][dim_v].
   struct RowStates {
@@ -24,7 +25,6 @@ template <class T> class Decode {
     A* bias;                     // [tile_keys]
     T* k;                        // [tile_keys][dim], only where rows are not contiguous in memory
     T* v;                        // [tile_keys][dim_v]
-    T* no_value;                 // [dim_v], zeros beside the last value where values are read in pairs
     const T **k_rows, **v_rows;  // [tile_keys + kRowsAhead]
     RowStates tile, states, total;
   };
@@ -52,7 +52,6 @@ template <class T> class Decode {
     w.bias = arena.take<A>(tile_keys);
     w.k = arena.take<T>(p.key.dim == 1 ? 0 : tile_keys * dim);
     w.v = arena.take<T>(p.value.dim == 1 ? 0 : tile_keys * dim_v);
-    w.no_value = arena.take<T>(dim_v);
     w.k_rows = arena.take<const T*>(tile_keys + kRowsAhead);
     w.v_rows = arena.take<const T*>(tile_keys + kRowsAhead);
     w.tile = take_states(arena);
@@ -104,14 +103,13 @@ template <class T> class Decode {
       if (i < t.sequence.q_len)
         pack(query_rows<T>(p.query, t.sequence, query_head(t, r)), i, 1, 1, p.head_dim, depth, w.q + r * depth);
     }
-    std::memset(static_cast<void*>(w.no_value), 0, dim_v * sizeof(T));
     Rows<T> keys = key_rows<T>(p, p.key, t.sequence, t.b, t.kv_head);
     Rows<T> values = key_rows<T>(p, p.value, t.sequence, t.b, t.kv_head);
     for (int64_t j0 = begin; j0 < end; j0 += tile_keys) {
       int64_t n = min(tile_keys, end - j0);
       gather(keys, j0, n, p.head_dim, dim, w.k, w.k_rows);
       gather(values, j0, n, p.head_dim_v, dim_v, w.v, w.v_rows);
-      if (n % kDepth<E>) w.v_rows[n] = w.no_value;
+      if (n % kDepth<E>) w.v_rows[n] = kNoValue;
       clear(w.tile);
       for (int64_t j = 0; j < n; j += V::lanes)
         in_row_blocks<min(4, V::lanes)>([&](int64_t r, auto count) {
@@ -128,8 +126,7 @@ template <class T> class Decode {
   template <int most, class F> INLINE void in_row_blocks(F&& f) const {
     int64_t r = 0;
     for (; r + most <= rows; r += most) f(r, std::integral_constant<int, most>{});
-    if constexpr (most > 1)
-      for (; r < rows; r++) f(r, std::integral_constant<int, 1>{});
+    for (; r < rows; r++) f(r, std::integral_constant<int, 1>{});
   }
 
   // Scores to weights, and the row's state of this tile, but for acc.
@@ -178,8 +175,7 @@ template <class T> class Decode {
   // The tile's acc[r] += sum over j in [begin, end) of p[r][j] v[j] for row r and the next count - 1
   template <int count> HOT void accumulate(const Workspace& w, int64_t r, int64_t begin, int64_t end) const {
     using F = Factor<E>;
-    using Block = QueryBlock<A>;
-    constexpr int most_cols = min(Block::rows, Block::rows * Block::cols / count);  // vectors summed in registers
+    constexpr int block_cols = QueryBlock<A>::rows;  // vectors of a value, summed in registers
     const E* weights = reinterpret_cast<const E*>(w.s + r * tile_keys);
     constexpr int64_t p_width = tile_keys * sizeof(A) / sizeof(E);
     auto columns = [&](int64_t d, auto cols, auto... count_v) {  // the last: of elements, none: all
@@ -201,8 +197,8 @@ template <class T> class Decode {
           [&](auto i) { sums[i].store(w.tile.acc + (r + i / cols) * dim_v + d + i % cols * V::lanes); });
     };
     int64_t d = 0;
-    for (; d + most_cols * V::lanes <= p.head_dim_v; d += most_cols * V::lanes)
-      columns(d, std::integral_constant<int, most_cols>{});
+    for (; d + block_cols * V::lanes <= p.head_dim_v; d += block_cols * V::lanes)
+      columns(d, std::integral_constant<int, block_cols>{});
     for (; d + V::lanes <= p.head_dim_v; d += V::lanes) columns(d, std::integral_constant<int, 1>{});
     if (d < p.head_dim_v) columns(d, std::integral_constant<int, 1>{}, p.head_dim_v - d);
   }

@@ -159,11 +159,7 @@ template <class T> class Forward {
           p_reg[i] = weight(V::load(w.s + (j + i) * group + c * V::lanes), m[c], exponential);
           sums[c] = sums[c] + p_reg[i];
         });
-        E* to = weights + j / kDepth<E> * group + c * V::lanes;
-        if constexpr (kDepth<E> == 1)
-          p_reg[0].store(to);
-        else
-          store_pairs(p_reg[0], p_reg[1], to);
+        Factor<E>::store_across(p_reg, weights + j / kDepth<E> * group + c * V::lanes);
       });
     unroll<Block::cols>([&](auto c) { (l[c] + sums[c]).store(rows.l + c * V::lanes); });
 

@@ -303,6 +303,7 @@ template <class E> struct Factor {
   template <class T> static INLINE Vector load_across(const T* const* rows, int64_t d, int64_t count) {
     return load(rows[0] + d, count);
   }
+  static INLINE void store_across(const Vec<E> (&rows)[1], E* p) { rows[0].store(p); }
   static INLINE void store(Vec<E> x, E* p) { x.store(p); }
   static INLINE Vec<E> multiply_add(Vec<E> sum, Vector a, Vector b) { return sum + a * b; }
 };
@@ -322,6 +323,7 @@ template <> struct Factor<bf16x2> {
     Bits high = widen_halves(Halves(_mm256_maskz_loadu_epi16(mask, rows[1] + d)));
     return Vector(low | (high << 16));
   }
+  static INLINE void store_across(const Vec<float> (&rows)[2], bf16x2* p) { store_pairs(rows[0], rows[1], p); }
   static INLINE void store(Vec<float> x, bf16x2* p) {
     const auto halves = _mm512_cvtneps_pbh(__m512(x.v));
     std::memcpy(p, &halves, sizeof(halves));
