@@ -1,4 +1,4 @@
-// Which keys a query sees, and at what score.
+// Which keys a query sees, and at what score. Kernels ask Band and Score, and know no feature by name.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace flashsoftmax {
 
-// Far beyond any length, and small enough that sums of a few of them do not overflow.
+// No bound: far beyond any length, and small enough that the sum of a few of them does not overflow.
 constexpr int64_t kUnbounded = int64_t(1) << 60;
 
 FLASHSOFTMAX_INLINE constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -19,6 +19,13 @@ struct Window {
 enum class Verdict { skip, partial, full };
 
 // Key j is visible to query i when i + q_offset - left <= j <= i + q_offset + right and 0 <= j < kv_len.
+//
+// All kernels rely on two promises, which any other rule put here has to keep:
+//   - the keys that a query sees are one interval, [first(i), end(i)) (empty if end <= first);
+//   - neither end of it falls as i grows.
+// So the queries that see a key are an interval too, and a tile is judged by its first and last query alone. Holes in
+// the interval (a dilated window, a block mask, a document mask within one sequence) are out of reach of Band: a bool
+// mask expresses them, and packed documents are sequences of their own (cu_seqlens).
 struct Band {
   int64_t q_offset;
   Window window;
@@ -39,24 +46,26 @@ struct Band {
   }
 };
 
-// From q.k to the score: scale, softcap, ALiBi, bias. Masking comes after, by selection.
+// From q.k to the score, for one query head: what is made of q.k (scale, softcap), then what is added to it by position
+// (ALiBi, the bias of the mask). The band hides keys after that, by selection.
 template <class A> struct Score {
   A scale;
   A softcap;  // 0: off
-  A slope;    // 0: off
+  A slope;    // of ALiBi; 0: off
 
-  template <class N> FLASHSOFTMAX_INLINE N capped(N dot) const {
+  // The part of the score that is made of dot = q.k.
+  template <class N> FLASHSOFTMAX_INLINE N content(N dot) const {
     N s = dot * N(scale);
     return softcap == A(0) ? s : N(softcap) * tanh(s / N(softcap));
   }
-  // d capped / d (scale * dot)
-  template <class N> FLASHSOFTMAX_INLINE N capped_slope(N capped) const {
-    N t = softcap == A(0) ? N(0) : capped / N(softcap);
+  // d content / d (scale * dot)
+  template <class N> FLASHSOFTMAX_INLINE N content_slope(N content) const {
+    N t = softcap == A(0) ? N(0) : content / N(softcap);
     return N(1) - t * t;
   }
-  // distance = i + q_offset - j
-  template <class N> FLASHSOFTMAX_INLINE N biased(N capped, N distance, N bias) const {
-    return capped - N(slope) * abs(distance) + bias;
+  // The score, where distance = i + q_offset - j. A bias of -inf hides the key, whatever its content is.
+  template <class N> FLASHSOFTMAX_INLINE N operator()(N content, N distance, N bias) const {
+    return select(bias == N(kHidden), bias, content - N(slope) * abs(distance) + bias);
   }
 };
 

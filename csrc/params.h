@@ -69,7 +69,18 @@ struct AttentionParams {
 
   FLASHSOFTMAX_INLINE int64_t group() const { return heads_q / heads_kv; }
   FLASHSOFTMAX_INLINE int64_t batch() const { return cu_seqlens_q ? 1 : sequences; }  // of query, out and lse
+
+  // Whether every score is scale * q.k. A score feature that is on makes this false; kernels ask nothing else about it.
+  FLASHSOFTMAX_INLINE bool plain_scores() const { return softcap == 0 && !alibi_slopes.data && !mask.data; }
+  // Whether a kernel may take q.k for the score and leave the scale to the exponential: m is then in units of scale. A
+  // scale this large or small, or not positive, is multiplied into every score instead.
+  FLASHSOFTMAX_INLINE bool scale_in_exp() const { return plain_scores() && scale > 1e-30 && scale < 1e30; }
 };
+
+// The score of query head h.
+template <class A> FLASHSOFTMAX_INLINE Score<A> score_of(const AttentionParams& p, int64_t h) {
+  return {A(p.scale), A(p.softcap), p.alibi_slopes.data ? p.alibi_slopes.at<A>(h) : A(0)};
+}
 
 // Where one sequence lies in the tensors, and which keys its queries see.
 struct Sequence {

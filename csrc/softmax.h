@@ -43,9 +43,9 @@ template <class N> struct State {
   N l = N(0);
 };
 
-// What scores of a row are compared with: m. A row that has seen no key has m = -inf, and -inf - -inf is NaN: here is
-// the guard.
-template <class N> FLASHSOFTMAX_INLINE N reference(N m) { return select(m == N(kHidden), N(0), m); }
+// What is subtracted from the scores of a row before the exponential: m, but 0 for a row that has seen no key. Its m is
+// -inf, and -inf - -inf would be NaN.
+template <class N> FLASHSOFTMAX_INLINE N shift(N m) { return select(m == N(kHidden), N(0), m); }
 
 // The exponential of the recurrence. A kernel may bring another: in other units, or less exact for narrow weights.
 struct Exp {
@@ -54,7 +54,7 @@ struct Exp {
 
 // e^(score - m) of a key.
 template <class N, class E = Exp> FLASHSOFTMAX_INLINE N weight(N score, N m, E exponential = {}) {
-  return exponential(score - reference(m));
+  return exponential(score - shift(m));
 }
 
 // Makes room for scores up to tile_max. l is rescaled here; multiply a by the factor returned.

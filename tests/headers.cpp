@@ -46,8 +46,8 @@ FLASHSOFTMAX_INLINE void attend(const N* scores, const N* values, int64_t n, int
 template <class N>
 FLASHSOFTMAX_INLINE void score(N dot, N scale, N softcap, N slope, N distance, N bias, N* result) {
   Score<N> s{scale, softcap, slope};
-  result[0] = s.biased(s.capped(dot), distance, bias);
-  result[1] = s.capped_slope(s.capped(dot));
+  result[0] = s(s.content(dot), distance, bias);
+  result[1] = s.content_slope(s.content(dot));
 }
 
 extern "C" {

@@ -60,7 +60,7 @@ template <class T> class Backward {
   const int64_t key_tiles = max<int64_t>(1, ceil_div(p.seqlen_k, tile_keys));
   const int64_t kv_heads = p.sequences * p.heads_kv;
   const int64_t tasks = kv_heads * key_tiles;
-  const bool plain = plain_scores(p);
+  const bool plain = p.plain_scores();
 
   Workspace take_workspace(Arena& arena) const {
     auto tile = [&](int64_t rows, int64_t depth, int64_t width) {
@@ -152,15 +152,15 @@ template <class T> class Backward {
       auto weigh_key = [&](int64_t j) {
         const int64_t at = j * tile_queries + lane;
         V dot = V::load(w.s + at), grad_p = V::load(w.grad_p + at);
-        V capped = masked ? score.capped(dot) : dot * scale;
-        V s = masked ? score(j, c, capped) : capped;
+        V content = masked ? score.content(dot) : dot * scale;
+        V s = masked ? score(j, c, content) : content;
         V p = weight(s, lse);
         V ds = p * (grad_p - delta);
         if (masked) {  // by selection: a hidden key of a row whose lse is NaN has weight 0 all the same
           auto hidden = s == V(kHidden);
           p = select(hidden, V(0), p);
           select(hidden, V(0), ds).store(w.grad_bias + at);
-          ds = select(hidden, V(0), ds * score.capped_slope(capped));
+          ds = select(hidden, V(0), ds * score.content_slope(content));
         }
         store(p, reinterpret_cast<Element*>(w.p) + at);
         store(ds, reinterpret_cast<Element*>(w.ds) + at);
@@ -238,7 +238,7 @@ template <class T> class Backward {
         // P^T and dS^T
         for (int64_t column = 0; column < queries; column += group) {
           int64_t first = i + column, count = min(group, queries - column);
-          GroupScores<A, Block::cols> score(score_of_head<A>(p, h), p, s, b, h, first, count, j0, n, w.mask);
+          GroupScores<A, Block::cols> score(score_of<A>(p, h), p, s, b, h, first, count, j0, n, w.mask);
           if (plain && count == group &&
               s.band.verdict(first, first + count, j0 + range.begin, j0 + range.end) == Verdict::full)
             weigh<false>(score, column, range, w);

@@ -40,7 +40,7 @@ template <class T> class Decode {
   const int64_t split_size = round_up(p.split_size, tile_keys);
   const int64_t splits = max<int64_t>(1, ceil_div(p.seqlen_k, split_size));
   const int64_t heads = p.sequences * p.heads_kv;
-  const bool plain = plain_scores(p);
+  const bool plain = p.plain_scores();
 
   RowStates take_states(Arena& arena) const {
     return {arena.take<A>(rows), arena.take<A>(rows), arena.take<A>(rows * dim_v)};
@@ -135,7 +135,7 @@ template <class T> class Decode {
     A* s = w.s + r * tile_keys;
     int64_t padded = round_up(n, V::lanes);
     if (i >= t.sequence.q_len) return std::fill(s, s + padded, A(0));
-    Score<A> rule = score_of_head<A>(p, h);
+    const Score<A> score_of_key = score_of<A>(p, h);
     const V first(min(t.sequence.band.first(i) - j0, tile_keys)),
         end(max<int64_t>(min(t.sequence.band.end(i) - j0, n), 0));
     const V distance(A(i + t.sequence.band.q_offset - j0));
@@ -144,10 +144,10 @@ template <class T> class Decode {
     V maxima(kHidden);
     for (int64_t j = 0; j < padded; j += V::lanes) {
       V key = V(A(j)) + V::iota();
-      V score = rule.capped(V::load(s + j));
+      V score = score_of_key.content(V::load(s + j));
       if (!plain) {
         V bias = p.mask.data ? V::load(w.bias + j) : V(A(0));
-        score = select(bias == V(kHidden), bias, rule.biased(score, distance - key, bias));
+        score = score_of_key(score, distance - key, bias);
       }
       score = select((first <= key) & (key < end), score, V(kHidden));
       maxima = max(maxima, score);

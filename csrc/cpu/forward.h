@@ -38,8 +38,7 @@ template <class T> class Forward {
   const int64_t splits = max<int64_t>(1, ceil_div(p.seqlen_k, split_size));
   const int64_t tiles = ceil_div(min(p.seqlen_q, p.rows_q), tile_queries);
   const int64_t tasks = p.sequences * p.heads_q * tiles;
-  // Then the score of a key is its dot product, and the exponential scales it.
-  const bool plain = plain_scores(p) && p.scale > 1e-30 && p.scale < 1e30;
+  const bool plain = p.scale_in_exp();
 
   RowStates take_states(Arena& arena) const {
     return {arena.take<A>(tile_queries), arena.take<A>(tile_queries), arena.take<A>(tile_queries * dim_v)};
@@ -130,14 +129,15 @@ template <class T> class Forward {
       found = multiply_chain<Block>(k_rows, q, group, n, group, depth, w.s, group, found);
     } else {
       multiply<Block>(k_rows, q, group, n, group, depth, w.s, group, Set());
-      const Score<A> rule = plain ? Score<A>{1, 0, 0} : score_of_head<A>(p, t.h);
-      GroupScores<A, Block::cols> score(rule, p, t.sequence, t.b, t.h, i, queries, j0, keys.end, w.mask);
+      Score<A> head_score = score_of<A>(p, t.h);
+      if (plain) head_score.scale = 1;
+      GroupScores<A, Block::cols> score(head_score, p, t.sequence, t.b, t.h, i, queries, j0, keys.end, w.mask);
       for (int64_t j = keys.begin; j < keys.end; j++)
         unroll<Block::cols>([&](auto c) {
           A* s = w.s + (j - keys.begin) * group + c * V::lanes;
           V dot = V::load(s);
           bool as_it_is = full.begin <= j && j < full.end;
-          found(dot, c, as_it_is ? dot : score(j, c, score.capped(dot))).store(s);
+          found(dot, c, as_it_is ? dot : score(j, c, score.content(dot))).store(s);
         });
     }
 

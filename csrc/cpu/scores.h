@@ -7,13 +7,6 @@ namespace flashsoftmax::FLASHSOFTMAX_ISA {
 
 constexpr int64_t kTileKeys = 256;
 
-template <class A> Score<A> score_of_head(const AttentionParams& p, int64_t h) {
-  return {A(p.scale), A(p.softcap), p.alibi_slopes.data ? p.alibi_slopes.at<A>(h) : A(0)};
-}
-
-// Neither softcap nor ALiBi nor a mask: a score is scale * q.k.
-INLINE bool plain_scores(const AttentionParams& p) { return p.softcap == 0 && !p.alibi_slopes.data && !p.mask.data; }
-
 // Keys of a tile that starts at j0.
 struct KeyRange {
   int64_t begin, end;
@@ -57,9 +50,9 @@ template <class A, int cols> class GroupScores {
   // What mask_scratch holds; only used where there is a mask.
   static constexpr int64_t mask_elements = 2 * group * kTileKeys;
 
-  GroupScores(Score<A> rule, const AttentionParams& p, const Sequence& s, int64_t b, int64_t h, int64_t i0,
+  GroupScores(Score<A> score, const AttentionParams& p, const Sequence& s, int64_t b, int64_t h, int64_t i0,
               int64_t queries, int64_t j0, int64_t keys, A* mask_scratch)
-      : rule_(rule) {
+      : score_(score) {
     A first[group], end[group];
     for (int64_t q = 0; q < group; q++) {
       first[q] = A(min(s.band.first(i0 + q) - j0, kTileKeys));
@@ -79,20 +72,19 @@ template <class A, int cols> class GroupScores {
     }
   }
 
-  INLINE V capped(V dot) const { return rule_.capped(dot); }
-  INLINE V capped_slope(V capped) const { return rule_.capped_slope(capped); }
+  INLINE V content(V dot) const { return score_.content(dot); }
+  INLINE V content_slope(V content) const { return score_.content_slope(content); }
 
   // The score of key j0 + j for the queries of column c; -inf where it is hidden.
-  template <class C> INLINE V operator()(int64_t j, C c, V capped) const {
+  template <class C> INLINE V operator()(int64_t j, C c, V content) const {
     V key = V(A(j));
     V bias = bias_ ? V::load(bias_ + j * group + c * V::lanes) : V(A(0));
-    V score = rule_.biased(capped, distance_[c] - key, bias);
-    score = select(bias == V(kHidden), bias, score);
+    V score = score_(content, distance_[c] - key, bias);
     return select((first_[c] <= key) & (key < end_[c]), score, V(kHidden));
   }
 
  private:
-  Score<A> rule_;
+  Score<A> score_;
   V first_[cols], end_[cols];  // visible keys, relative to j0
   V distance_[cols];           // i + q_offset - j0
   const A* bias_ = nullptr;    // [keys][group]

@@ -25,9 +25,9 @@ template <class T> struct ExpFor {
     return power_of_2(x * unit);
   }
 };
-// e^(score - reference), where reference = flashsoftmax::reference(m) of the row.
-template <class T> __device__ __forceinline__ float weight_for(float score, float reference) {
-  return ExpFor<T>()(score - reference);
+// e^(score - lse) of a row that is not empty.
+template <class T> __device__ __forceinline__ float weight_for(float score, float lse) {
+  return ExpFor<T>()(score - lse);
 }
 
 // The states of a fragment's rows, before finish with m in the units of the scores that are taken in. m is the same on

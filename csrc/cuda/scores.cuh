@@ -50,10 +50,10 @@ __device__ __forceinline__ int bytes_of(DType dtype) {
   }
 }
 
-// The rule of one query head of a sequence, and its part of the mask.
+// The score of one query head of a sequence, and its part of the mask.
 struct HeadScores {
-  Score<float> rule;
-  bool plain;  // neither softcap nor ALiBi nor a mask, scale > 0: q.k is the score in units of scale
+  Score<float> score;
+  bool plain;  // q.k is the score, in units of scale
   float unit;  // of the scores that score() makes
   int64_t q_offset;
   const char* mask;  // of query 0 and key 0; null: absent
@@ -73,22 +73,20 @@ struct HeadScores {
     }
   }
 
-  // The score of a key that the band shows, from rule.capped(q.k).
-  __device__ __forceinline__ float biased(float capped, int64_t i, int64_t j) const {
-    const float added = bias(i, j);
-    return added == kHidden ? kHidden : rule.biased(capped, static_cast<float>(i + q_offset - j), added);
+  // The score of a key that the band shows, from score.content(q.k).
+  __device__ __forceinline__ float at(float content, int64_t i, int64_t j) const {
+    return score(content, static_cast<float>(i + q_offset - j), bias(i, j));
   }
 };
 
 __device__ __forceinline__ HeadScores head_scores(const AttentionParams& p, const Band& band, int64_t b, int64_t h) {
-  const float slope = p.alibi_slopes.data ? p.alibi_slopes.at<float>(h) : 0;
   const char* mask = static_cast<const char*>(p.mask.data);
   if (mask) mask += p.mask.offset(b, h, 0) * bytes_of(p.mask_dtype);
-  const float scale = static_cast<float>(p.scale);
-  const bool plain = p.softcap == 0 && !p.alibi_slopes.data && !mask && scale > 0;
-  return {{scale, static_cast<float>(p.softcap), slope},
+  const Score<float> score = score_of<float>(p, h);
+  const bool plain = p.scale_in_exp();
+  return {score,
           plain,
-          plain ? scale : 1,
+          plain ? score.scale : 1,
           band.q_offset,
           mask,
           p.mask.row,
@@ -119,7 +117,7 @@ __device__ __forceinline__ void score(Fragment<kRows, kColumns>& s, const HeadSc
     for_each_in_turn(s, [&](float& x, int r, int c, int h, int e) {
       const int column = fragment_column(c, e);
       const bool visible = keys[r][h].holds(column);
-      x = visible ? head.biased(head.rule.capped(x), i0 + fragment_row(r, h), j0 + column) : kHidden;
+      x = visible ? head.at(head.score.content(x), i0 + fragment_row(r, h), j0 + column) : kHidden;
     });
   }
 }

@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads, 2)
       };
       const auto weigh_plain = [&](auto edge) {
         constexpr bool kEdge = decltype(edge)::value;
-        const float scale = block.head.rule.scale;
+        const float scale = block.head.score.scale;
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
           Range visible[2];
@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads, 2)
             const int64_t i = kOwnsKeys ? other : own, j = kOwnsKeys ? own : other;
             const GradRow row = row_of(r, c, half, e);
             const bool shown = visible[half].holds(fragment_column(c, e)) && row.lse != kHidden;
-            const float capped = block.head.rule.capped(x), score = shown ? block.head.biased(capped, i, j) : kHidden;
+            const float content = block.head.score.content(x), score = shown ? block.head.at(content, i, j) : kHidden;
             if (score == kHidden) return hide(x, ds);
             x = weight_for<T>(score, row.lse);
             ds = x * (ds - row.delta);
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kDim, kWanted>::kThreads, 2)
               float* to = static_cast<float*>(grad.grad_mask.data) + grad.grad_mask.offset(s.q_batch, h, i);
               to[j * grad.grad_mask.dim] = ds;
             }
-            ds *= block.head.rule.capped_slope(capped);
+            ds *= block.head.score.content_slope(content);
           });
         }
       }

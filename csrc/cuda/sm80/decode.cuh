@@ -157,7 +157,7 @@ __device__ __forceinline__ void score(Fragment<1, kColumns>& s, const DecodePara
     for_each_in_turn(s, [&](float& x, int, int c, int h, int e) {
       const int column = fragment_column(c, e);
       const bool visible = keys[h].holds(column);
-      x = visible ? heads[h].biased(heads[h].rule.capped(x), rows[h].i, j0 + column) : kHidden;
+      x = visible ? heads[h].at(heads[h].score.content(x), rows[h].i, j0 + column) : kHidden;
     });
   }
 }
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   __syncthreads();
 
   const int row0 = 16 * row_tile;
-  const bool plain = p.softcap == 0 && !p.alibi_slopes.data && !p.mask.data && p.scale > 0;
+  const bool plain = p.scale_in_exp();
   const float unit = plain ? static_cast<float>(p.scale) : 1;
   RowStates<1> states;
   Fragment<1, kHeadDim / 8> acc;
