@@ -47,7 +47,8 @@ struct AttentionParams {
   // head_dim_v]. varlen: batch is 1, the sequences follow each other as rows. paged: key, value [pages, heads_kv,
   // page_size, ...].
   Tensor4 query, key, value, out;
-  Tensor4 lse;  // [batch, heads_q, rows], float (double for f64)
+  Tensor4 lse;        // [batch, heads_q, rows], float (double for f64)
+  Tensor4 lse_error;  // likewise: m + ln l = lse + lse_error, for the backward. Absent where data is null
 
   int64_t sequences, heads_q, heads_kv, head_dim, head_dim_v;
   int64_t seqlen_q, seqlen_k;  // of a sequence: in varlen of the longest, in paged what the block table can hold
@@ -139,7 +140,7 @@ struct MergeParams {
 };
 
 struct MergeGradParams {
-  MergeParams forward;            // of its output only lse is there
+  MergeParams forward;            // its output is absent
   MergeState grad_output;         // either may be absent
   const MergeState* grad_inputs;  // [states]
 };

@@ -85,6 +85,18 @@ template <class N> FLASHSOFTMAX_INLINE N inverse_sum(const State<N>& state) {
 
 template <class N> FLASHSOFTMAX_INLINE N lse(const State<N>& state) { return state.m + log(state.l); }
 
+// What lse loses to rounding: m + ln l = lse + lse_error. Where |m| is large that is most of ln l. 0 for an empty row.
+template <class N> FLASHSOFTMAX_INLINE N lse_error(const State<N>& state) {
+  N error = (state.m - lse(state)) + log(state.l);
+  return select(error - error == N(0), error, N(0));
+}
+
+// e^(score - (m + ln l)): the weight of a key in a finished row, as the backward needs it.
+template <class N, class E = Exp>
+FLASHSOFTMAX_INLINE N weight_from_lse(N score, N lse, N lse_error, E exponential = {}) {
+  return exponential((score - shift(lse)) - lse_error);
+}
+
 // The state of a finished row, whose a is its output. An infinite lse, of either sign, is that of an empty row.
 template <class N> FLASHSOFTMAX_INLINE State<N> from_lse(N lse) {
   State<N> state{lse, N(1)};
