@@ -41,7 +41,7 @@ MUTATIONS = [
     Mutation(
         "forward: waits for one copy too few",
         "sm80/forward.cuh",
-        "    // Values, while the next keys and values are on their way.\n    wait_for_copies<1>();",
+        "    // O += P V, while the next keys and values are copied.\n    wait_for_copies<1>();",
         "    wait_for_copies<2>();",
         FORWARD,
     ),
@@ -55,17 +55,17 @@ MUTATIONS = [
     Mutation(
         "decode: the states of warps meet without a barrier",
         "sm80/decode.cuh",
-        "  states.finish(unit);\n\n  // The results of the warps\n  __syncthreads();",
+        "  states.finish(unit);\n\n  // The results of the warps, in place of rings and queries.\n  __syncthreads();",
         "  states.finish(unit);\n",
         DECODE,
     ),
     Mutation("decode: the accumulator is not rescaled", "sm80/decode.cuh", "    rescale(acc, factors);\n", "", DECODE),
-    Mutation("backward: a masked score has weight", "sm80/backward.cuh", "        x = ds = 0;\n", "", BACKWARD),
+    Mutation("backward: a masked score has weight", "sm80/backward.cuh", "    s = dp = 0;\n", "", BACKWARD),
     Mutation(
         "backward: tiles are overwritten while they are read",
         "sm80/backward.cuh",
-        "        __syncthreads();\n      }\n      if (kStages == 2) copy_next();",
-        "      }\n      if (kStages == 2) copy_next();",
+        "    __syncthreads();\n    return false;",
+        "    return false;",
         BACKWARD,
     ),
     Mutation(

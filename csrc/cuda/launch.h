@@ -1,10 +1,12 @@
-// What all launchers have in common.
+// What every launcher needs: error checks, the dispatch on the element type, grid sizes, and whether the rows of a tensor
+// can be accessed in chunks of 16 bytes.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 
@@ -12,11 +14,13 @@
 
 namespace flashsoftmax::cuda {
 
-inline void check(const char* kernel, cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(kernel) + ": " + cudaGetErrorString(error));
+inline void check(const char* what, cudaError_t error) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // or the next check would report it again
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// Calls launch(T()) for the element type of an argument.
+// Calls launch(T()) for the element type T of an argument.
 template <class Launch> void for_dtype(const char* argument, DType dtype, Launch&& launch) {
   switch (dtype) {
     case DType::f16: return launch(__half());
@@ -27,14 +31,15 @@ template <class Launch> void for_dtype(const char* argument, DType dtype, Launch
   }
 }
 
-// Elements in 16 bytes.
-inline int64_t pack_width(DType dtype) { return dtype == DType::f32 ? 4 : 8; }
+// Elements in a chunk of 16 bytes.
+inline int64_t chunk_elements(DType dtype) { return dtype == DType::f32 ? 4 : 8; }
 
-// Whether the rows of a tensor with these sizes begin where width elements, at most 16 bytes, can be accessed at a time.
-inline bool rows_pack(const Tensor4& x, int64_t batch, int64_t heads, int64_t rows, int64_t width) {
-  const auto apart = [&](int64_t size, int64_t stride) { return size == 1 || stride % width == 0; };
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.dim == 1 && apart(batch, x.batch) && apart(heads, x.head) &&
-         apart(rows, x.row);
+// Whether rows of `dim` elements can be accessed `width` elements at a time, which are at most 16 bytes: each begins at
+// a multiple of that size, and dim is a multiple of width.
+inline bool rows_aligned(const Tensor4& x, int64_t batch, int64_t heads, int64_t rows, int64_t dim, int64_t width) {
+  const auto aligned = [&](int64_t size, int64_t stride) { return size == 1 || stride % width == 0; };
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.dim == 1 && dim % width == 0 && aligned(batch, x.batch) &&
+         aligned(heads, x.head) && aligned(rows, x.row);
 }
 
 }  // namespace flashsoftmax::cuda

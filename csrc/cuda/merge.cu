@@ -1,85 +1,58 @@
-// The merge of states for disjoint keys, given as (out, lse) or left by the splits of decode, and its gradient.
+// Merges states for disjoint keys, given as (out, lse) or left by the splits of decode, and computes the gradient of the
+// merge.
 //
-// A block is lanes x rows x teams. The lanes of a row, at most a warp of them, agree on its weights; each has its own
-// packs of elements, accessed at once where every tensor allows that. Each team merges its share of the states, then
-// the teams are merged.
+// A block is lanes x rows x teams. The lanes of a row, at most a warp, each own some of its elements, which they access
+// 16 bytes at a time where every tensor allows it. Each team merges its share of the states, then the teams are merged.
+#include "elements.cuh"
 #include "launch.h"
 #include "splits.h"
 
-namespace flashsoftmax {
+namespace flashsoftmax::cuda {
 namespace {
 
 constexpr int64_t kThreads = 256, kWarp = 32;
-constexpr int64_t kListed = 16;  // states that travel as parameters of a kernel
-constexpr int64_t kAhead = 4;    // states that a thread loads together
+constexpr int64_t kFew = 16;   // states that a kernel takes in its parameters; more are passed in memory
+constexpr int64_t kAhead = 4;  // states that a thread loads together
 
-struct List {
-  MergeState states[kListed];
+struct StateList {
+  MergeState few[kFew];
+  MergeState* many;  // null if there are few
+
+  __device__ const MergeState& operator[](int64_t n) const { return many ? many[n] : few[n]; }
 };
 
-template <class T, int kWidth> struct alignas(sizeof(T) * kWidth) Pack {
-  T elements[kWidth];
-};
-
-__device__ float widen(float x) { return x; }
-__device__ float widen(__half x) { return __half2float(x); }
-__device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ void narrow(float from, float& to) { to = from; }
-__device__ void narrow(float from, __half& to) { to = __float2half_rn(from); }
-__device__ void narrow(float from, __nv_bfloat16& to) { to = __float2bfloat16_rn(from); }
-
-// A pack of a row, of whose dim elements it begins with number d.
-template <int kWidth, class T>
-__device__ void load(const T* row, int64_t stride, int64_t d, int64_t dim, bool packs, float (&to)[kWidth]) {
-  Pack<T, kWidth> pack;
-  if (packs) pack = *reinterpret_cast<const Pack<T, kWidth>*>(row + d);
-  for (int e = 0; e < kWidth; e++) {
-    if (!packs) pack.elements[e] = d + e < dim ? row[(d + e) * stride] : T(0.0f);
-    to[e] = widen(pack.elements[e]);
-  }
-}
-template <int kWidth, class T>
-__device__ void store(T* row, int64_t stride, int64_t d, int64_t dim, bool packs, const float (&from)[kWidth]) {
-  Pack<T, kWidth> pack;
-  for (int e = 0; e < kWidth; e++) {
-    narrow(from[e], pack.elements[e]);
-    if (!packs && d + e < dim) row[(d + e) * stride] = pack.elements[e];
-  }
-  if (packs) *reinterpret_cast<Pack<T, kWidth>*>(row + d) = pack;
-}
-
-// A thread's row of every tensor, and its packs there: those at first, first + step, ...
+// A thread's row, and the elements of it that the thread owns: width elements from `first` on, from first + step on, ...
 template <class T> struct Row {
   static constexpr int width = 16 / sizeof(T);
   int64_t b, h, i, dim, first, step;
-  bool packs, exists;
+  bool aligned, exists;
 
-  __device__ Row(const MergeParams& p, bool packs) : dim(p.dim), packs(packs) {
+  __device__ Row(const MergeParams& args, bool aligned) : dim(args.dim), aligned(aligned) {
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-    i = row % p.rows;
-    h = row / p.rows % p.heads;
-    b = row / p.rows / p.heads;
-    exists = b < p.batch;
+    i = row % args.rows;
+    h = row / args.rows % args.heads;
+    b = row / args.rows / args.heads;
+    exists = b < args.batch;
     first = threadIdx.x * width;
     step = blockDim.x * width;
   }
 
-  __device__ bool leads() const { return first == 0; }
+  __device__ bool leads() const { return first == 0; }  // its thread reads and writes what the row has once
   __device__ float& lse(const MergeState& state) const {
     return static_cast<float*>(state.lse.data)[state.lse.offset(b, h, i)];
   }
   __device__ void load(const MergeState& state, int64_t d, float (&to)[width]) const {
-    flashsoftmax::load(at(state.out), state.out.dim, d, dim, packs, to);
+    cuda::load(at(state.out), state.out.dim, d, dim, aligned, to);
   }
   __device__ void store(const MergeState& state, int64_t d, const float (&from)[width]) const {
-    flashsoftmax::store(at(state.out), state.out.dim, d, dim, packs, from);
+    cuda::store(at(state.out), state.out.dim, d, dim, aligned, from);
   }
 
  private:
   __device__ T* at(const Tensor4& x) const { return static_cast<T*>(x.data) + x.offset(b, h, i); }
 };
 
-// The sum over the lanes of a row, the same on each.
+// The sum over the lanes of a row, on each of them.
 __device__ float sum_over_row(float x) {
   const unsigned lanes = blockDim.x;
   const unsigned row = ~0u >> (kWarp - lanes) << threadIdx.y * lanes % kWarp;
@@ -87,32 +60,31 @@ __device__ float sum_over_row(float x) {
   return x;
 }
 
-// The states of the public merge.
+// States given as (out, lse).
 template <class T> struct GivenStates {
   static constexpr int width = Row<T>::width, teams = 1;
-  MergeParams p;
-  List list;
-  bool packs;
+  MergeParams args;
+  StateList list;
+  bool aligned;
 
-  __device__ Row<T> row() const { return Row<T>(p, packs); }
-  __device__ int64_t count() const { return p.states; }
-  __device__ int64_t dim() const { return p.dim; }
-  __device__ const MergeState& at(int64_t n) const { return p.inputs ? p.inputs[n] : list.states[n]; }
-  __device__ State<float> state(const Row<T>& row, int64_t n) const { return from_lse(row.lse(at(n))); }
-  __device__ void load(const Row<T>& row, int64_t n, int64_t d, float (&to)[width]) const { row.load(at(n), d, to); }
+  __device__ Row<T> row() const { return Row<T>(args, aligned); }
+  __device__ int64_t count() const { return args.states; }
+  __device__ int64_t dim() const { return args.dim; }
+  __device__ State<float> state(const Row<T>& row, int64_t n) const { return from_lse(row.lse(list[n])); }
+  __device__ void load(const Row<T>& row, int64_t n, int64_t d, float (&to)[width]) const { row.load(list[n], d, to); }
   __device__ void store(const Row<T>& row, int64_t d, const float (&from)[width]) const {
-    row.store(p.output, d, from);
+    row.store(args.output, d, from);
   }
-  __device__ float& lse(const Row<T>& row) const { return row.lse(p.output); }
+  __device__ void store_lse(const Row<T>& row, const State<float>& total) const { row.lse(args.output) = lse(total); }
 };
 
-// The states that the splits of decode left, for an output of type T. The number of teams is fixed: splits without keys
-// change no bit, however many follow.
+// States that the splits of decode left, for an output of type T. The number of teams is fixed, so empty splits change
+// no bit, however many follow.
 template <class T> struct SplitStates {
   static constexpr int width = 4, teams = 8;
-  AttentionParams p;
-  cuda::Splits splits;
-  bool packs;  // the output
+  AttentionParams args;
+  Splits splits;
+  bool aligned;  // the output
 
   struct OutputRow {
     int64_t index, b, h, i;
@@ -120,32 +92,35 @@ template <class T> struct SplitStates {
   };
   __device__ OutputRow row() const {
     const int64_t index = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-    const int64_t i = index % p.seqlen_q, h = index / p.seqlen_q % p.heads_q, b = index / p.seqlen_q / p.heads_q;
     if (index >= splits.rows) return {};
-    const Sequence s = sequence(p, b);
-    return {index, s.q_batch, h, s.q_row + i, s.valid && i < s.q_len};  // else decode has written it
+    const int64_t i = index % args.seqlen_q, h = index / args.seqlen_q % args.heads_q;
+    const int64_t b = index / args.seqlen_q / args.heads_q;
+    const Sequence seq = sequence(args, b);
+    // Decode itself has written the rows of sequences that are not valid.
+    return {index, seq.q_batch, h, seq.q_row + i, seq.valid && i < seq.q_len};
   }
   __device__ int64_t count() const { return splits.count; }
-  __device__ int64_t dim() const { return p.head_dim_v; }
+  __device__ int64_t dim() const { return args.head_dim_v; }
   __device__ State<float> state(const OutputRow& row, int64_t n) const {
     const float2 state = splits.states[n * splits.rows + row.index];
     return {state.x, state.y};
   }
   __device__ void load(const OutputRow& row, int64_t n, int64_t d, float (&to)[width]) const {
     const float* acc = splits.acc + (n * splits.rows + row.index) * splits.width;
-    flashsoftmax::load(acc, 1, d, splits.width, true, to);
+    cuda::load(acc, 1, d, splits.width, true, to);
   }
   __device__ void store(const OutputRow& row, int64_t d, const float (&from)[width]) const {
-    T* out = static_cast<T*>(p.out.data) + p.out.offset(row.b, row.h, row.i);
-    flashsoftmax::store(out, p.out.dim, d, p.head_dim_v, packs, from);
+    T* out = static_cast<T*>(args.out.data) + args.out.offset(row.b, row.h, row.i);
+    cuda::store(out, args.out.dim, d, args.head_dim_v, aligned, from);
   }
-  __device__ float& lse(const OutputRow& row) const {
-    return static_cast<float*>(p.lse.data)[p.lse.offset(row.b, row.h, row.i)];
+  __device__ void store_lse(const OutputRow& row, const State<float>& total) const {
+    static_cast<float*>(args.lse.data)[args.lse.offset(row.b, row.h, row.i)] = lse(total);
   }
 };
 
+// Grid: one block per kThreads / lanes / teams rows. Block: lanes x rows x teams.
 template <class States>
-__global__ void __launch_bounds__(kThreads) merge_rows(const __grid_constant__ States states) {
+__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ States states) {
   constexpr int width = States::width, teams = States::teams;
   const auto row = states.row();
   const int64_t count = row.exists ? states.count() : 0, dim = states.dim();
@@ -160,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) merge_rows(const __grid_constant__ S
       for (int e = 0; e < width; e++) out[e] = out[e] * factors.into + x[e] * factors.from;
     };
 
-    // The states of this team
+    // The states of this team, kAhead at a time so that their loads overlap.
     for (int64_t first = team; first < count; first += kAhead * teams) {
       State<float> state[kAhead];
       float x[kAhead][width] = {};
@@ -174,19 +149,19 @@ __global__ void __launch_bounds__(kThreads) merge_rows(const __grid_constant__ S
       for (int64_t a = 0; a < kAhead; a++) take(state[a], x[a]);
     }
 
-    // The other teams, in order
+    // The states of the other teams, in order.
     if constexpr (teams > 1) {
-      __shared__ float shared[width + 2][kThreads];
-      const unsigned peers = kThreads / teams, peer = threadIdx.y * blockDim.x + threadIdx.x;
+      __shared__ float team_smem[width + 2][kThreads];  // accumulators, m and l of every thread
+      const unsigned team_threads = kThreads / teams, thread = threadIdx.y * blockDim.x + threadIdx.x;
       __syncthreads();
-      shared[width][team * peers + peer] = total.m;
-      shared[width + 1][team * peers + peer] = total.l;
-      for (int e = 0; e < width; e++) shared[e][team * peers + peer] = out[e];
+      team_smem[width][team * team_threads + thread] = total.m;
+      team_smem[width + 1][team * team_threads + thread] = total.l;
+      for (int e = 0; e < width; e++) team_smem[e][team * team_threads + thread] = out[e];
       __syncthreads();
-      for (unsigned other = peer + peers; team == 0 && other < kThreads; other += peers) {
+      for (unsigned other = thread + team_threads; team == 0 && other < kThreads; other += team_threads) {
         float x[width];
-        for (int e = 0; e < width; e++) x[e] = shared[e][other];
-        take({shared[width][other], shared[width + 1][other]}, x);
+        for (int e = 0; e < width; e++) x[e] = team_smem[e][other];
+        take({team_smem[width][other], team_smem[width + 1][other]}, x);
       }
     }
 
@@ -194,34 +169,34 @@ __global__ void __launch_bounds__(kThreads) merge_rows(const __grid_constant__ S
     const float inverse = inverse_sum(total);
     for (float& element : out) element *= inverse;
     if (d < dim) states.store(row, d, out);
-    if (d == 0) states.lse(row) = lse(total);
+    if (d == 0) states.store_lse(row, total);
   }
 }
 
-// With w_n = e^(lse_n - lse) and g_n = grad_out . out_n these are
+// With w_n = e^(lse_n - lse) and g_n = grad_out . out_n:
 //     grad_out_n = w_n grad_out,    grad_lse_n = w_n (g_n - sum_m w_m g_m + grad_lse).
+// Grid and block are those of merge_kernel with one team.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    merge_grad_rows(const __grid_constant__ MergeGradParams p, const __grid_constant__ List list,
-                    const __grid_constant__ List grad_list, bool packs) {
+    merge_backward_kernel(const __grid_constant__ MergeGradParams args, const __grid_constant__ StateList states,
+                          const __grid_constant__ StateList grads, bool aligned) {
   constexpr int width = Row<T>::width;
-  const MergeState& grad_output = p.grad_output;
-  const Row<T> row(p.forward, packs);
+  const MergeState& grad_output = args.grad_output;
+  const Row<T> row(args.forward, aligned);
   if (!row.exists) return;
-  const MergeState* states = p.forward.inputs ? p.forward.inputs : list.states;
-  const MergeState* grads = p.grad_inputs ? p.grad_inputs : grad_list.states;
 
-  const State<float> total = from_lse(row.lse(p.forward.output));
+  const State<float> total = from_lse(row.lse(args.forward.output));
   const auto weight_of = [&](int64_t n) {
     const State<float> state = from_lse(row.lse(states[n]));
     return state.l == 0 || total.l == 0 ? 0 : weight(state.m, total.m);
   };
 
-  float mean = 0;
-  for (int64_t n = 0; n < p.forward.states; n++) {
+  // grad_out_n; grad_lse_n holds g_n until the sum over all states is known.
+  float mean = 0;  // sum_n w_n g_n
+  for (int64_t n = 0; n < args.forward.states; n++) {
     const float w = weight_of(n);
     float g = 0;
-    for (int64_t d = row.first; d < p.forward.dim; d += row.step) {
+    for (int64_t d = row.first; d < args.forward.dim; d += row.step) {
       float grad[width] = {}, x[width];
       if (grad_output.out.data && w != 0) {
         row.load(grad_output, d, grad);
@@ -240,52 +215,46 @@ __global__ void __launch_bounds__(kThreads)
 
   if (!row.leads()) return;
   const float grad_lse = grad_output.lse.data ? row.lse(grad_output) : 0;
-  for (int64_t n = 0; n < p.forward.states; n++) {
+  for (int64_t n = 0; n < args.forward.states; n++) {
     const float w = weight_of(n);
     row.lse(grads[n]) = w == 0 ? 0 : w * (row.lse(grads[n]) - mean + grad_lse);
   }
 }
 
-// Takes a list that is too long for parameters to memory, part by part in the order of the stream.
-__global__ void write(const __grid_constant__ List part, MergeState* to) { to[threadIdx.x] = part.states[threadIdx.x]; }
+// Copies kFew states, or fewer, from a kernel's parameters to memory. Grid: one block. Block: one thread per state.
+__global__ void write_states(const __grid_constant__ StateList part, MergeState* to) {
+  to[threadIdx.x] = part.few[threadIdx.x];
+}
 
-// How a kernel gets a list of states: in its parameters, or where they are too many in memory.
-struct Listed {
-  List list;
-  MergeState* memory;
-};
+// Scratch memory that a list needs.
+int64_t list_bytes(const MergeParams& args) {
+  return args.states > kFew ? args.states * int64_t(sizeof(MergeState)) : 0;
+}
 
-int64_t list_bytes(const MergeParams& p) { return p.states > kListed ? p.states * int64_t(sizeof(MergeState)) : 0; }
-
-Listed pass(const MergeParams& p, const MergeState* states, void* memory, cudaStream_t stream) {
-  Listed listed{{}, p.states > kListed ? static_cast<MergeState*>(memory) : nullptr};
-  for (int64_t begin = 0; begin < p.states; begin += kListed) {
-    const int64_t count = p.states - begin < kListed ? p.states - begin : kListed;
-    for (int64_t n = 0; n < count; n++) listed.list.states[n] = states[begin + n];
-    if (listed.memory) write<<<1, count, 0, stream>>>(listed.list, listed.memory + begin);
+// Makes the list of args.states states for a kernel. `memory` has list_bytes(args) bytes on the device.
+StateList list_of(const MergeParams& args, const MergeState* states, void* memory, cudaStream_t stream) {
+  StateList list{};
+  MergeState* many = args.states > kFew ? static_cast<MergeState*>(memory) : nullptr;
+  for (int64_t begin = 0; begin < args.states; begin += kFew) {
+    const int64_t count = min(args.states - begin, kFew);
+    for (int64_t n = 0; n < count; n++) list.few[n] = states[begin + n];
+    if (many) write_states<<<1, count, 0, stream>>>(list, many + begin);
   }
-  return listed;
+  list.many = many;
+  return list;
 }
 
-// Whether a tensor can be accessed in packs of 16 bytes.
-bool packs(const MergeParams& p, const Tensor4& x) {
-  const int64_t width = cuda::pack_width(p.dtype);
-  return p.dim % width == 0 && cuda::rows_pack(x, p.batch, p.heads, p.rows, width);
+// Whether every tensor of the merge, or of its backward, can be accessed in chunks of 16 bytes.
+bool all_aligned(const MergeParams& args, const MergeState* states, const MergeState& one) {
+  const auto aligned = [&](const Tensor4& x) {
+    return !x.data || rows_aligned(x, args.batch, args.heads, args.rows, args.dim, chunk_elements(args.dtype));
+  };
+  for (int64_t n = 0; n < args.states; n++)
+    if (!aligned(states[n].out)) return false;
+  return aligned(one.out);
 }
 
-bool packs(const MergeParams& p) {
-  for (int64_t n = 0; n < p.states; n++)
-    if (!packs(p, p.inputs[n].out)) return false;
-  return !p.output.out.data || packs(p, p.output.out);
-}
-
-bool packs(const MergeGradParams& p) {
-  for (int64_t n = 0; n < p.forward.states; n++)
-    if (!packs(p.forward, p.grad_inputs[n].out)) return false;
-  return packs(p.forward) && (!p.grad_output.out.data || packs(p.forward, p.grad_output.out));
-}
-
-// Calls launch(grid, block) for rows of dim elements, where a thread has width of them.
+// Calls launch(grid, block) for rows of dim elements, of which a thread owns width at a time.
 template <class Launch> void for_rows(int64_t rows, int64_t dim, int64_t width, int64_t teams, Launch&& launch) {
   const int64_t needed = (dim + width - 1) / width;
   int64_t lanes = 1;
@@ -294,55 +263,49 @@ template <class Launch> void for_rows(int64_t rows, int64_t dim, int64_t width, 
   const int64_t blocks = (rows + rows_per_block - 1) / rows_per_block;
   if (blocks == 0) return;
   launch(dim3(blocks), dim3(lanes, rows_per_block, teams));
-  cuda::check("merge", cudaGetLastError());
+  check("merge", cudaGetLastError());
 }
 
 }  // namespace
 
-namespace cuda {
+int64_t merge_scratch(const MergeParams& args) { return list_bytes(args); }
 
-int64_t merge_scratch(const MergeParams& p) { return list_bytes(p); }
-
-void merge(const MergeParams& p, void* scratch, void* stream) {
+void merge(const MergeParams& args, void* scratch, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  const Listed states = pass(p, p.inputs, scratch, s);
-  MergeParams on_device = p;
-  on_device.inputs = states.memory;
-  for_dtype("outs[0]", p.dtype, [&](auto element) {
+  const StateList states = list_of(args, args.inputs, scratch, s);
+  const bool aligned = all_aligned(args, args.inputs, args.output);
+  for_dtype("outs[0]", args.dtype, [&](auto element) {
     using States = GivenStates<decltype(element)>;
-    for_rows(p.batch * p.heads * p.rows, p.dim, States::width, States::teams, [&](dim3 grid, dim3 block) {
-      merge_rows<<<grid, block, 0, s>>>(States{on_device, states.list, packs(p)});
-    });
+    for_rows(args.batch * args.heads * args.rows, args.dim, States::width, States::teams,
+             [&](dim3 grid, dim3 block) { merge_kernel<<<grid, block, 0, s>>>(States{args, states, aligned}); });
   });
 }
 
-void merge_splits(const AttentionParams& p, const Splits& splits, cudaStream_t stream) {
-  for_dtype("query", p.dtype, [&](auto element) {
+void merge_splits(const AttentionParams& args, const Splits& splits, cudaStream_t stream) {
+  for_dtype("query", args.dtype, [&](auto element) {
     using States = SplitStates<decltype(element)>;
-    const bool whole =
-        p.head_dim_v % States::width == 0 && rows_pack(p.out, p.batch(), p.heads_q, p.rows_q, States::width);
-    for_rows(splits.rows, p.head_dim_v, States::width, States::teams,
-             [&](dim3 grid, dim3 block) { merge_rows<<<grid, block, 0, stream>>>(States{p, splits, whole}); });
+    const bool aligned =
+        rows_aligned(args.out, args.batch(), args.heads_q, args.rows_q, args.head_dim_v, States::width);
+    for_rows(splits.rows, args.head_dim_v, States::width, States::teams,
+             [&](dim3 grid, dim3 block) { merge_kernel<<<grid, block, 0, stream>>>(States{args, splits, aligned}); });
   });
 }
 
-int64_t merge_grad_scratch(const MergeGradParams& p) { return 2 * list_bytes(p.forward); }
+int64_t merge_grad_scratch(const MergeGradParams& args) { return 2 * list_bytes(args.forward); }
 
-void merge_grad(const MergeGradParams& p, void* scratch, void* stream) {
+void merge_grad(const MergeGradParams& args, void* scratch, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  const Listed states = pass(p.forward, p.forward.inputs, scratch, s);
-  const Listed grads = pass(p.forward, p.grad_inputs, static_cast<char*>(scratch) + list_bytes(p.forward), s);
-  MergeGradParams on_device = p;
-  on_device.forward.inputs = states.memory;
-  on_device.grad_inputs = grads.memory;
-  for_dtype("outs[0]", p.forward.dtype, [&](auto element) {
+  const MergeParams& forward = args.forward;
+  const StateList states = list_of(forward, forward.inputs, scratch, s);
+  const StateList grads = list_of(forward, args.grad_inputs, static_cast<char*>(scratch) + list_bytes(forward), s);
+  const bool aligned = all_aligned(forward, forward.inputs, args.grad_output) &&
+                       all_aligned(forward, args.grad_inputs, args.grad_output);
+  for_dtype("outs[0]", forward.dtype, [&](auto element) {
     using T = decltype(element);
-    const int64_t rows = p.forward.batch * p.forward.heads * p.forward.rows;
-    for_rows(rows, p.forward.dim, Row<T>::width, 1, [&](dim3 grid, dim3 block) {
-      merge_grad_rows<T><<<grid, block, 0, s>>>(on_device, states.list, grads.list, packs(p));
+    for_rows(forward.batch * forward.heads * forward.rows, forward.dim, Row<T>::width, 1, [&](dim3 grid, dim3 block) {
+      merge_backward_kernel<T><<<grid, block, 0, s>>>(args, states, grads, aligned);
     });
   });
 }
 
-}  // namespace cuda
-}  // namespace flashsoftmax
+}  // namespace flashsoftmax::cuda

@@ -1,5 +1,5 @@
-// What there is to know of a stream.
-#include "../kernels.h"
+// The state of a CUDA stream.
+#include "launch.h"
 
 namespace flashsoftmax::cuda {
 

@@ -1,77 +1,74 @@
-// Split-KV decode: few queries against many keys.
+// Split-KV decode: attention of few queries over many keys.
 //
-// The queries of all heads that share a kv head are rows of one tile, so that its keys and values are read once. A block
-// takes one split of the keys. Each of its warps takes kKeys keys at a time, which no other warp does, through a ring in
-// shared memory of its own, so that warps wait for each other only at the end, when their states are merged. Which warp
-// takes which keys depends on nothing but the keys' numbers.
+// The queries of all heads that share a key head are the rows of one tile, so that its keys and values are read once. A
+// block takes one split of the keys. Each of its warps takes kKeys keys at a time that no other warp takes, through its
+// own ring of slots in shared memory; so warps wait for each other only at the end, when their states are merged. The
+// number of a key alone decides which warp takes it.
 #pragma once
 
-#include <cmath>
-
+#include "../elements.cuh"
 #include "../rows.cuh"
 #include "../scores.cuh"
-#include "../splits.h"
 #include "launch.h"
 
 namespace flashsoftmax::cuda::sm80 {
 
 struct DecodeParams {
-  Attention attention;
+  AttentionParams args;
+  Alignment aligned;
   Splits splits;
-  uint32_t rows;                             // of a kv head
-  uint32_t row_tiles;                        // of a block
-  uint32_t row_blocks;                       // that share keys
-  bool query_packs, key_packs, value_packs;  // whether rows are read in 16 bytes
+  uint32_t rows;        // of a key head: (query head of the group, query)
+  uint32_t row_tiles;   // of 16 rows, per block
+  uint32_t row_blocks;  // blocks with the same keys
 };
 
-// What a block works on. It lies in shared memory to leave the registers to the accumulators.
+// What a block works on, in shared memory to leave the registers to the accumulators.
 struct DecodeBlock {
   uint32_t b, kv_head, split, first_row;
-  Sequence s;
-  int64_t split_begin, split_end;  // the keys of the split that exist
-  int64_t j0;                      // the first key of the first tile
-  int first, last;                 // from j0 on the keys [first, last) of the split that some query sees; 0 if none
+  Sequence seq;
+  int64_t j0;       // the first key of the first tile
+  int first, last;  // relative to j0, the keys [first, last) of the split that some query sees; 0, 0 if none
   TileRange visible;
-  bool readable;  // whether the split's pages exist: if not its rows are NaN
+  int64_t split_begin, split_end;  // the keys of the split
+  bool readable;                   // whether the split's pages exist; if not, its rows are NaN
 
-  // Blocks that share keys are neighbours.
-  template <int kTile> __device__ __forceinline__ void take(const DecodeParams& params, uint32_t index) {
-    const AttentionParams& p = params.attention.p;
-    const uint32_t splits = static_cast<uint32_t>(params.splits.count), heads_kv = static_cast<uint32_t>(p.heads_kv);
+  // Blocks with the same keys are neighbours.
+  template <int kTile> __device__ __forceinline__ void locate(const DecodeParams& params, uint32_t index) {
+    const AttentionParams& args = params.args;
+    const uint32_t splits = static_cast<uint32_t>(params.splits.count), heads_kv = static_cast<uint32_t>(args.heads_kv);
     first_row = index % params.row_blocks * params.row_tiles * 16;
     split = index / params.row_blocks % splits;
     kv_head = index / params.row_blocks / splits % heads_kv;
     b = index / params.row_blocks / splits / heads_kv;
-    s = sequence(p, b);
+    seq = sequence(args, b);
     split_begin = split * params.splits.size;
-    split_end = min(split_begin + params.splits.size, s.band.kv_len);
-    const int64_t begin = max(split_begin, s.band.first(0)), end = min(split_end, s.band.end(s.q_len - 1));
+    split_end = min(split_begin + params.splits.size, seq.band.kv_len);
+    const int64_t begin = max(split_begin, seq.band.first(0)), end = min(split_end, seq.band.end(seq.q_len - 1));
     j0 = begin / kTile * kTile;
     first = begin < end ? static_cast<int>(begin - j0) : 0;
     last = begin < end ? static_cast<int>(end - j0) : 0;
-    visible = TileRange::of<kTile>(s.band, 0, s.q_len, j0);
+    visible = TileRange::of<kTile>(seq.band, 0, seq.q_len, j0);
   }
 };
 
 template <class T, int kHeadDim> struct DecodeShape {
   static constexpr int kRowBytes = kHeadDim * sizeof(T);
-  static constexpr int kLeastKeys = kIsFloat<T> ? 8 : 16;  // of a product
-  static constexpr int kKeys = 4096 / kRowBytes > kLeastKeys ? 4096 / kRowBytes : kLeastKeys;
-  static constexpr int kSlotBytes = kKeys * kRowBytes;
-  static constexpr int kSlots = 4;  // of a warp's ring: keys and values of two tiles
-  static constexpr int kWarps = 65536 / (kSlots * kSlotBytes);
-  static constexpr int kTile = kWarps * kKeys;
-  static constexpr int kRowTiles = 2;              // at most, of 16 rows, each with warps of its own
-  static constexpr int kAccStride = kHeadDim + 8;  // floats of a row of a warp's results: without bank conflicts
-  static constexpr int kMaxThreads = kWarp * kWarps * kRowTiles;
-  static constexpr int kBlocks = kRowBytes > 256 ? 1 : 2;  // of so many threads on a multiprocessor
+  static constexpr int kMinKeys = kIsFloat<T> ? 8 : 16;  // of a product
+  static constexpr int kKeys = 4096 / kRowBytes > kMinKeys ? 4096 / kRowBytes : kMinKeys;
+  static constexpr int kSlots = 4, kSlotBytes = kKeys * kRowBytes;  // of a ring: keys and values of two tiles
+  static constexpr int kWarps = 65536 / (kSlots * kSlotBytes);      // that take different keys
+  static constexpr int kTile = kWarps * kKeys;                      // keys of a block's tile
+  static constexpr int kMaxRowTiles = 2;                            // of 16 rows, each with kWarps warps
+  static constexpr int kMaxThreads = kWarp * kWarps * kMaxRowTiles;
+  static constexpr int kBlocksPerSM = kRowBytes > 256 ? 1 : 2;
+  static constexpr int kAccStride = kHeadDim + 8;  // floats of a row of results: without bank conflicts
   static_assert(kSplitStep % kTile == 0);
 
-  // Shared memory: rings [kWarps][kSlots] and queries [rows], of whose place the results [kWarps][rows] of the warps make
-  // use when all keys are done; the states [kWarps][rows] of the warps; what the block looks up now and then.
-  static constexpr int kRingBytes = kWarps * kSlots * kSlotBytes;
+  // Shared memory holds first the rings [kWarps][kSlots] and the queries [rows], later in their place the results
+  // [kWarps][rows] of the warps; behind them the states [kWarps][rows] of the warps and the DecodeBlock.
+  static constexpr int kRingBytes = kSlots * kSlotBytes, kQueriesAt = kWarps * kRingBytes;
   FLASHSOFTMAX_INLINE static constexpr int states_at(int rows) {
-    const int during = kRingBytes + rows * kRowBytes, after = kWarps * rows * kAccStride * int(sizeof(float));
+    const int during = kQueriesAt + rows * kRowBytes, after = kWarps * rows * kAccStride * int(sizeof(float));
     return during > after ? during : after;
   }
   FLASHSOFTMAX_INLINE static constexpr int block_at(int rows) {
@@ -80,52 +77,51 @@ template <class T, int kHeadDim> struct DecodeShape {
   static constexpr int shared_bytes(int rows) { return block_at(rows) + int(sizeof(DecodeBlock)); }
 };
 
-// A row of the tile: a query of one of the heads that share a kv head. Where there is none the head exists all the same.
+// A row of the block's tile: query i of head h, which may not exist. The head exists in any case.
 struct DecodeRow {
   uint32_t h, i;
   bool exists;
 
   __device__ __forceinline__ DecodeRow(const DecodeParams& params, const DecodeBlock& block, uint32_t tile_row) {
-    const uint32_t row = block.first_row + tile_row, seqlen_q = static_cast<uint32_t>(params.attention.p.seqlen_q);
+    const uint32_t row = block.first_row + tile_row, seqlen_q = static_cast<uint32_t>(params.args.seqlen_q);
     const uint32_t head = row < params.rows ? row / seqlen_q : 0;
-    h = block.kv_head * static_cast<uint32_t>(params.attention.p.group()) + head;
+    h = block.kv_head * static_cast<uint32_t>(params.args.group()) + head;
     i = row - head * seqlen_q;
-    exists = row < params.rows && i < block.s.q_len;
+    exists = row < params.rows && i < block.seq.q_len;
   }
 };
 
-// A chunk of 16 bytes of the row of `dims` elements at data, to shared memory; zeros behind its end or where there is no
-// row.
+// Copies one chunk of a row of `dims` elements to shared memory: zeros behind its end, and if there is no such row.
 template <class T>
-__device__ __forceinline__ void copy_chunk(uint32_t to, const T* data, bool exists, int chunk, int dims, int64_t stride,
-                                           bool packs) {
-  const int column = chunk * kPack<T>;
-  if (packs) return copy_async(to, data + column, exists && column < dims);
-  alignas(16) T elements[kPack<T>];
+__device__ __forceinline__ void copy_chunk(uint32_t to, const T* row, bool exists, int chunk, int dims, int64_t stride,
+                                           bool aligned) {
+  const int column = chunk * kChunk<T>;
+  if (aligned) return copy_async_if(exists && column < dims, to, row + column);
+  alignas(16) T elements[kChunk<T>];
 #pragma unroll
-  for (int e = 0; e < kPack<T>; e++) elements[e] = exists && column + e < dims ? data[(column + e) * stride] : T(0.0f);
+  for (int e = 0; e < kChunk<T>; e++) elements[e] = exists && column + e < dims ? row[(column + e) * stride] : T(0.0f);
   shared<uint4>(to) = reinterpret_cast<const uint4&>(elements);
 }
 
-// kRows rows by a warp. Lane n knows where row n lies; there are those from `first` to `end`, the others are zeros.
+// Copies kRows rows to a tile, by one warp. Lane n knows the address of row n. Rows outside [first, end) become zeros.
 template <int kRows, class T, int kDim>
 __device__ __forceinline__ void copy_rows(Tile<T, kDim> to, const T* row_of_lane, int first, int end, int dims,
-                                          int64_t stride, bool packs) {
+                                          int64_t stride, bool aligned) {
   constexpr int kChunks = Tile<T, kDim>::kChunks, kCopies = kRows * kChunks / kWarp;
   const auto row_at = [&](int row) {
     return reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(row_of_lane), row));
   };
-  if (packs) {
-    // From one copy to the next a lane keeps its chunk, and goes down some rows or across half a row.
+  if (aligned) {
+    // From one copy to the next, a lane keeps its chunk and goes down some rows, or goes across half a row.
     constexpr int kDown = kChunks < kWarp ? kWarp / kChunks : 1, kAcross = kChunks < kWarp ? 1 : kChunks / kWarp;
-    const int lane = opaque(lane_id()), lane_row = lane / kChunks, lane_chunk = lane % kChunks;
+    const int lane = hide_from_optimizer(lane_id()), lane_row = lane / kChunks, lane_chunk = lane % kChunks;
     const uint32_t lane_to = to.address(lane_row, lane_chunk);
 #pragma unroll
     for (int n = 0; n < kCopies; n++) {
       const int down = n / kAcross * kDown, across = n % kAcross * kWarp, row = lane_row + down;
-      const int column = (lane_chunk + across) * kPack<T>;
-      copy_async((lane_to ^ down % 8 * 16) + down * Tile<T, kDim>::kRowBytes + across * 16, row_at(row) + column,
-                 first <= row && row < end && column < dims);
+      const int column = (lane_chunk + across) * kChunk<T>;
+      copy_async_if(first <= row && row < end && column < dims,
+                    (lane_to ^ down % 8 * 16) + down * Tile<T, kDim>::kRowBytes + across * 16, row_at(row) + column);
     }
   } else {
 #pragma unroll 1
@@ -137,266 +133,297 @@ __device__ __forceinline__ void copy_rows(Tile<T, kDim> to, const T* row_of_lane
   }
 }
 
-// Products become scores, in units of scale where they are plain: rows of the tile from row0 on against keys from `key` on.
+// Copies the block's queries to q_smem [rows][kHeadDim].
+template <class T, int kHeadDim>
+__device__ __forceinline__ void copy_queries(const DecodeParams& params, const DecodeBlock& block,
+                                             Tile<T, kHeadDim> q_smem, uint32_t rows) {
+  constexpr int kChunks = Tile<T, kHeadDim>::kChunks;
+  const Tensor4& query = params.args.query;
+  for (uint32_t n = threadIdx.x; n < rows * kChunks; n += blockDim.x) {
+    const DecodeRow row(params, block, n / kChunks);
+    const T* from = static_cast<const T*>(query.data);
+    if (row.exists) from += query.offset(block.seq.q_batch, row.h, block.seq.q_row + row.i);
+    copy_chunk(q_smem.address(n / kChunks, n % kChunks), from, row.exists, n % kChunks,
+               static_cast<int>(params.args.head_dim), query.dim, params.aligned.query);
+  }
+  __syncwarp();
+  commit_copies();
+}
+
+// The ring of slots through which the tiles of one warp pass: the keys of its tile 0, their values, the keys of tile 1,
+// and so on. If the block has two row tiles, the two warps that take the same keys share a ring: one copies the keys,
+// the other the values.
+template <class T, int kHeadDim> struct DecodeRing {
+  using Shape = DecodeShape<T, kHeadDim>;
+  const DecodeParams& params;
+  const DecodeBlock& block;
+  uint32_t base;
+  int key_warp, row_tile;
+  int warp_key;  // the first key of the warp's first tile; its tiles are kTile keys apart
+  int last;
+  bool alone;
+  uint32_t page = 0, page_row = 0;  // where this lane's key of the next tile lies
+
+  __device__ __forceinline__ DecodeRing(const DecodeParams& params, const DecodeBlock& block, uint32_t rings, int last)
+      : params(params), block(block), last(last), alone(params.row_tiles == 1) {
+    key_warp = warp_id() % Shape::kWarps;
+    row_tile = warp_id() / Shape::kWarps;
+    base = rings + key_warp * Shape::kRingBytes;
+    warp_key = key_warp * Shape::kKeys;
+  }
+  // Slot n of the sequence above, a tile [kKeys][kHeadDim].
+  __device__ __forceinline__ Tile<T, kHeadDim> slot(int n) const {
+    return {base + n % Shape::kSlots * Shape::kSlotBytes};
+  }
+  // A barrier for the warps of the ring.
+  __device__ __forceinline__ void sync() const { alone ? __syncwarp() : barrier(1 + key_warp, 2 * kWarp); }
+  // Waits for slot n, n = 0, 1, ... in turn; then all warps of the ring are done with slot n - 1.
+  __device__ __forceinline__ void wait() const {
+    wait_for_copies<Shape::kSlots - 2>();
+    sync();
+  }
+  // Looks up the page of this lane's key of a tile, a while before the copy needs it.
+  __device__ __forceinline__ void find_page(int tile) {
+    const AttentionParams& args = params.args;
+    if (!args.block_table) return;
+    const int key = tile * Shape::kTile + warp_key + lane_id();
+    if (block.first <= key && key < last) {
+      const uint32_t j = static_cast<uint32_t>(block.j0 + key), page_size = static_cast<uint32_t>(args.page_size);
+      page = static_cast<uint32_t>(args.block_table.advanced(block.b * args.block_table_row)[j / page_size]);
+      page_row = j % page_size;
+    }
+    __syncwarp();
+  }
+  // Begins and commits the copy to slot n.
+  __device__ __forceinline__ void begin_copy(int n) {
+    const AttentionParams& args = params.args;
+    const bool values = n % 2 == 1;
+    const int key = n / 2 * Shape::kTile + warp_key;
+    if (key < last && (alone || row_tile == values)) {
+      const Tensor4 x = values ? args.value : args.key;
+      const int64_t offset =
+          args.block_table ? x.offset(page, block.kv_head, page_row)
+                           : x.offset(block.seq.k_batch, block.kv_head, block.seq.k_row + block.j0 + key + lane_id());
+      copy_rows<Shape::kKeys>(slot(n), static_cast<const T*>(x.data) + offset, block.first - key, last - key,
+                              static_cast<int>(values ? args.head_dim_v : args.head_dim), x.dim,
+                              values ? params.aligned.value : params.aligned.key);
+    }
+    commit_copies();
+    if (values) find_page(n / 2 + 1);
+  }
+};
+
+// Products become scores, in multiples of scale if they are plain: rows of the tile from row0 on, against keys j0 + key,
+// j0 + key + 1, ...
 template <int kColumns>
-__device__ __forceinline__ void score(Fragment<1, kColumns>& s, const DecodeParams& params, const DecodeBlock& block,
-                                      uint32_t row0, int key, bool plain) {
-  const AttentionParams& p = params.attention.p;
-  const Band& band = block.s.band;
+__device__ __forceinline__ void make_scores(Fragment<1, kColumns>& s, const DecodeParams& params,
+                                            const DecodeBlock& block, uint32_t row0, int key, bool plain) {
+  const AttentionParams& args = params.args;
+  const Band& band = block.seq.band;
   const int64_t j0 = block.j0 + key;
   const DecodeRow rows[] = {{params, block, row0 + fragment_row(0, 0)}, {params, block, row0 + fragment_row(0, 1)}};
-  Range keys[2];
+  Range visible[1][2];
 #pragma unroll
-  for (int h = 0; h < 2; h++) keys[h] = rows[h].exists ? keys_of(band, rows[h].i, j0) : Range{0, 0};
+  for (int h = 0; h < 2; h++) visible[0][h] = rows[h].exists ? keys_of(band, rows[h].i, j0) : Range{0, 0};
   if (plain) {
-    for_each(s, [&](float& x, int, int c, int h, int e) {
-      if (!keys[h].holds(fragment_column(c, e))) x = kHidden;
-    });
+    hide(s, visible);
   } else {
-    const HeadScores heads[] = {head_scores(p, band, block.b, rows[0].h), head_scores(p, band, block.b, rows[1].h)};
-    for_each_in_turn(s, [&](float& x, int, int c, int h, int e) {
-      const int column = fragment_column(c, e);
-      const bool visible = keys[h].holds(column);
-      x = visible ? heads[h].at(heads[h].score.content(x), rows[h].i, j0 + column) : kHidden;
+    const HeadScores heads[] = {head_scores(args, band, block.b, rows[0].h),
+                                head_scores(args, band, block.b, rows[1].h)};
+    products_to_scores(s, visible, [&](float x, int, int h, int column) {
+      return heads[h].at(heads[h].score.content(x), rows[h].i, j0 + column);
     });
   }
 }
 
-// Four elements of a row of out.
-template <class T>
-__device__ __forceinline__ void store(T* to, int64_t stride, int64_t left, bool packs, const float (&x)[4]) {
-  struct alignas(4 * sizeof(T)) Four {
-    T elements[4];
-  } four;
-#pragma unroll
-  for (int e = 0; e < 4; e++) {
-    four.elements[e] = T(x[e]);
-    if (!packs && e < left) to[e * stride] = four.elements[e];
+// Where the states [kWarps][rows] and the accumulators [kWarps][rows][kAccStride] of the warps meet in shared memory.
+template <class Shape> struct DecodeResults {
+  uint32_t base, rows;
+
+  __device__ __forceinline__ uint32_t acc(int warp, int row, int column) const {
+    return base + ((warp * rows + row) * Shape::kAccStride + column) * int(sizeof(float));
   }
-  if (packs) *reinterpret_cast<Four*>(to) = four;
+  __device__ __forceinline__ uint32_t state(int warp, int row) const {
+    return base + Shape::states_at(rows) + (warp * rows + row) * int(sizeof(State<float>));
+  }
+};
+
+// Stores what a warp has found for the 16 rows from row0 on.
+template <class Shape, int kColumns>
+__device__ __forceinline__ void store_results(const DecodeResults<Shape>& results, int warp, int row0,
+                                              const RowStates<1>& states, const Fragment<1, kColumns>& acc,
+                                              bool readable) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = row0 + fragment_row(0, h);
+    State<float> state = states.state[0][h];
+    if (!readable) state.l = NAN;
+    if (lane_id() % 4 == 0) shared<State<float>>(results.state(warp, row)) = state;
+#pragma unroll
+    for (int c = 0; c < kColumns; c++)
+      shared<float2>(results.acc(warp, row, fragment_column(c, 0))) = {acc.x[0][c][2 * h], acc.x[0][c][2 * h + 1]};
+  }
 }
 
-// The state of a row and four elements of its accumulator, to scratch memory or, where that is all, to out and lse.
+// Writes the state of a row, and four elements of its accumulator: to scratch memory or, from a single split, as
+// elements of out and lse.
 template <class T>
-__device__ __forceinline__ void finish(const DecodeParams& params, const DecodeBlock& block, const DecodeRow& row,
-                                       int column, const State<float>& state, float (&acc)[4]) {
-  const AttentionParams& p = params.attention.p;
+__device__ __forceinline__ void write_state(const DecodeParams& params, const DecodeBlock& block, const DecodeRow& row,
+                                            int column, const State<float>& state, float (&acc)[4]) {
+  const AttentionParams& args = params.args;
   const Splits& splits = params.splits;
   if (splits.count > 1) {
-    const int64_t at = splits.at(p, block.split, block.b, row.h, row.i);
+    const int64_t at = splits.at(args, block.split, block.b, row.h, row.i);
     if (column == 0) splits.states[at] = make_float2(state.m, state.l);
     if (column < splits.width)
       *reinterpret_cast<float4*>(splits.acc + at * splits.width + column) = make_float4(acc[0], acc[1], acc[2], acc[3]);
     return;
   }
-  const Sequence& s = block.s;
-  const int64_t i = s.q_row + row.i;
-  if (column == 0) static_cast<float*>(p.lse.data)[p.lse.offset(s.q_batch, row.h, i)] = lse(state);
-  if (column >= p.head_dim_v) return;
+  const int64_t b = block.seq.q_batch, i = block.seq.q_row + row.i;
+  if (column == 0) static_cast<float*>(args.lse.data)[args.lse.offset(b, row.h, i)] = lse(state);
+  if (column >= args.head_dim_v) return;
   const float inverse = inverse_sum(state);
 #pragma unroll
   for (float& x : acc) x *= inverse;
-  T* out = static_cast<T*>(p.out.data) + p.out.offset(s.q_batch, row.h, i) + column * p.out.dim;
-  store(out, p.out.dim, p.head_dim_v - column, params.attention.out_packs, acc);
+  store(static_cast<T*>(args.out.data) + args.out.offset(b, row.h, i), args.out.dim, column, args.head_dim_v,
+        params.aligned.out, acc);
 }
 
-// All rows that a sequence of impossible lengths has.
-template <class T> __device__ void write_nan(const AttentionParams& p, const Sequence& s, int64_t kv_head) {
-  const int64_t dims = p.head_dim_v + 1;  // and lse
-  for (int64_t n = threadIdx.x; n < p.group() * s.q_len * dims; n += blockDim.x) {
-    const int64_t h = kv_head * p.group() + n / dims / s.q_len, i = s.q_row + n / dims % s.q_len, d = n % dims;
-    if (d < p.head_dim_v)
-      static_cast<T*>(p.out.data)[p.out.offset(s.q_batch, h, i) + d * p.out.dim] = T(NAN);
-    else
-      static_cast<float*>(p.lse.data)[p.lse.offset(s.q_batch, h, i)] = NAN;
-  }
-}
-
-template <class T, int kHeadDim>
-__global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeShape<T, kHeadDim>::kBlocks)
-    decode_split(const __grid_constant__ DecodeParams params) {
-  using Shape = DecodeShape<T, kHeadDim>;
-  using KvTile = Tile<T, kHeadDim>;
-  constexpr int kKeys = Shape::kKeys, kTile = Shape::kTile;
-  extern __shared__ __align__(1024) char memory[];
-  const AttentionParams& p = params.attention.p;
-  const Splits& splits = params.splits;
-
-  const uint32_t rows = 16 * params.row_tiles;
-  DecodeBlock& block = *reinterpret_cast<DecodeBlock*>(memory + Shape::block_at(rows));
-  const Sequence& s = block.s;
-  if (threadIdx.x == 0) block.take<kTile>(params, blockIdx.x);
-  __syncthreads();
-  if (s.q_len <= 0) return;
-  if (!s.valid) {
-    if (block.split == 0 && block.first_row == 0) write_nan<T>(p, s, block.kv_head);
-    return;
-  }
-  const bool readable = pages_exist(p, block.b, block.split_begin, block.split_end);
-  const int last = readable ? block.last : 0;
-  if (last == 0 && readable && splits.count > 1 && !(p.sinks.data && block.split == 0)) {
-    for (uint32_t n = threadIdx.x; n < rows; n += blockDim.x) {
-      const DecodeRow row(params, block, n);
-      if (row.exists) splits.states[splits.at(p, block.split, block.b, row.h, row.i)] = make_float2(kHidden, 0);
-    }
-    return;
-  }
-
-  if (threadIdx.x == 0) block.readable = readable;
-
-  // Q
-  const uint32_t rings = shared_address(memory);
-  const KvTile q_smem{rings + Shape::kRingBytes};
-  for (uint32_t n = threadIdx.x; n < rows * KvTile::kChunks; n += blockDim.x) {
-    const DecodeRow row(params, block, n / KvTile::kChunks);
-    const T* query = static_cast<const T*>(p.query.data);
-    if (row.exists) query += p.query.offset(s.q_batch, row.h, s.q_row + row.i);
-    copy_chunk(q_smem.address(n / KvTile::kChunks, n % KvTile::kChunks), query, row.exists, n % KvTile::kChunks,
-               static_cast<int>(p.head_dim), p.query.dim, params.query_packs);
-  }
-  __syncwarp();
-  commit_copies();
-
-  // The warps of other row tiles that take the same keys share a ring, and the work of filling it
-  const int key_warp = warp_id() % Shape::kWarps, row_tile = warp_id() / Shape::kWarps;
-  const bool alone = params.row_tiles == 1;
-  const auto sync = [&] { alone ? __syncwarp() : barrier(1 + key_warp, 2 * kWarp); };
-  const uint32_t ring = rings + key_warp * Shape::kSlots * Shape::kSlotBytes;
-  const auto slot = [&](int n) { return KvTile{ring + n % Shape::kSlots * Shape::kSlotBytes}; };
-
-  const int warp_key = key_warp * kKeys;  // of its first tile; from one tile to the next it is kTile
-
-  // Where this lane's key of the next tile lies: in which page, and which row of it. Asked for a while before it is used
-  uint32_t page = 0, page_row = 0;
-  const auto find = [&](int tile) {
-    if (!p.block_table) return;
-    const int key = tile * kTile + warp_key + lane_id();
-    if (block.first <= key && key < last) {
-      const uint32_t j = static_cast<uint32_t>(block.j0 + key), page_size = static_cast<uint32_t>(p.page_size);
-      page = static_cast<uint32_t>(p.block_table.advanced(block.b * p.block_table_row)[j / page_size]);
-      page_row = j % page_size;
-    }
-    __syncwarp();
-  };
-  // The copies to the slots: keys of tile 0, its values, keys of tile 1, ...
-  const auto begin_copy = [&](int n) {
-    const bool values = n % 2 == 1;
-    const int key = n / 2 * kTile + warp_key;
-    if (key < last && (alone || row_tile == values)) {
-      const Tensor4 x = values ? p.value : p.key;
-      const int64_t offset = p.block_table ? x.offset(page, block.kv_head, page_row)
-                                           : x.offset(s.k_batch, block.kv_head, s.k_row + block.j0 + key + lane_id());
-      copy_rows<kKeys>(slot(n), static_cast<const T*>(x.data) + offset, block.first - key, last - key,
-                       static_cast<int>(values ? p.head_dim_v : p.head_dim), x.dim,
-                       values ? params.value_packs : params.key_packs);
-    }
-    commit_copies();
-    if (values) find(n / 2 + 1);
-  };
-  find(0);
-#pragma unroll 1
-  for (int n = 0; n < Shape::kSlots - 1; n++) begin_copy(n);
-  wait_for_copies<Shape::kSlots - 1>();
-  __syncthreads();
-
-  const int row0 = 16 * row_tile;
-  const bool plain = p.scale_in_exp();
-  const float unit = plain ? static_cast<float>(p.scale) : 1;
-  RowStates<1> states;
-  Fragment<1, kHeadDim / 8> acc;
-  acc.fill(0);
-  for (int tile = 0; tile * kTile + warp_key < last; tile++) {
-    // S = Q K^T, while the next values are on their way
-    wait_for_copies<Shape::kSlots - 2>();
-    sync();
-    begin_copy(2 * tile + Shape::kSlots - 1);
-    Fragment<1, kKeys / 8> s_reg;
-    s_reg.fill(0);
-    multiply_transposed(s_reg, q_smem, row0, slot(2 * tile), 0, static_cast<int>(p.head_dim));
-    if (!plain || block.visible.verdict(tile) != Verdict::full)
-      score(s_reg, params, block, row0, tile * kTile + warp_key, plain);
-
-    // P, and O += P V, while the next keys are
-    float factors[1][2];
-    states.template take<T>(s_reg, factors, unit);
-    rescale(acc, factors);
-    wait_for_copies<Shape::kSlots - 2>();
-    sync();
-    begin_copy(2 * tile + Shape::kSlots);
-    multiply(acc, Operand<T, 1, kKeys / 8>(s_reg), slot(2 * tile + 1), 0);
-  }
-  states.finish(unit);
-
-  // The results of the warps
-  __syncthreads();
-  const uint32_t states_smem = rings + Shape::states_at(rows);
-  const auto acc_smem = [&](int warp, int row, int column) {
-    return rings + ((warp * rows + row) * Shape::kAccStride + column) * int(sizeof(float));
-  };
-  const auto state_smem = [&](int warp, int row) {
-    return states_smem + (warp * rows + row) * int(sizeof(State<float>));
-  };
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int row = row0 + fragment_row(0, h);
-    State<float> state = states.state[0][h];
-    if (!block.readable) state.l = NAN;
-    if (lane_id() % 4 == 0) shared<State<float>>(state_smem(key_warp, row)) = state;
-#pragma unroll
-    for (int c = 0; c < kHeadDim / 8; c++)
-      shared<float2>(acc_smem(key_warp, row, fragment_column(c, 0))) = {acc.x[0][c][2 * h], acc.x[0][c][2 * h + 1]};
-  }
-  __syncthreads();
-
-  // Their merge, in order
-  for (uint32_t n = threadIdx.x; n < rows * kHeadDim / 4; n += blockDim.x) {
+// Merges the states of the warps in order, and writes the result: four elements of a row per thread at a time. The sink
+// is the first state of the first split.
+template <class T, int kHeadDim, class Shape>
+__device__ __forceinline__ void merge_results(const DecodeParams& params, const DecodeBlock& block,
+                                              const DecodeResults<Shape>& results) {
+  const AttentionParams& args = params.args;
+  for (uint32_t n = threadIdx.x; n < results.rows * kHeadDim / 4; n += blockDim.x) {
     const int tile_row = n / (kHeadDim / 4), column = n % (kHeadDim / 4) * 4;
     const DecodeRow row(params, block, tile_row);
     if (!row.exists) continue;
     State<float> total;
-    if (p.sinks.data && block.split == 0) total = {p.sinks.at<float>(row.h), 1};
-    float sum[4] = {};
+    if (args.sinks.data && block.split == 0) total = {args.sinks.at<float>(row.h), 1};
+    float acc[4] = {};
 #pragma unroll
     for (int warp = 0; warp < Shape::kWarps; warp++) {
-      const Factors<float> factors = merge(total, shared<State<float>>(state_smem(warp, tile_row)));
-      const float4 x = shared<float4>(acc_smem(warp, tile_row, column));
+      const Factors<float> factors = merge(total, shared<State<float>>(results.state(warp, tile_row)));
+      const float4 x = shared<float4>(results.acc(warp, tile_row, column));
       const float from[] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-      for (int e = 0; e < 4; e++) sum[e] = sum[e] * factors.into + from[e] * factors.from;
+      for (int e = 0; e < 4; e++) acc[e] = acc[e] * factors.into + from[e] * factors.from;
     }
-    finish<T>(params, block, row, column, total, sum);
+    write_state<T>(params, block, row, column, total, acc);
   }
 }
 
-// scratch: decode_scratch(p) bytes
-template <int kHeadDim> void decode(const AttentionParams& p, void* scratch, cudaStream_t stream) {
-  const Splits splits(p, scratch);
-  for_dtype("query", p.dtype, [&](auto element) {
+// Handles the blocks that compute no attention: no queries, impossible lengths, or a split without a visible key. Else
+// returns false, and block.readable and `last`, the end of the keys to be read.
+template <class T>
+__device__ __forceinline__ bool finished_early(const DecodeParams& params, DecodeBlock& block, uint32_t rows,
+                                               int& last) {
+  const AttentionParams& args = params.args;
+  const Splits& splits = params.splits;
+  const Sequence& seq = block.seq;
+  if (seq.q_len <= 0) return true;
+  if (!seq.valid) {
+    if (block.split > 0 || block.first_row > 0) return true;
+    for (int64_t h = block.kv_head * args.group(); h < (block.kv_head + 1) * args.group(); h++) {
+      write_nan<T>(args.out, seq.q_batch, h, seq.q_row, seq.q_len, args.head_dim_v);
+      write_nan<float>(args.lse, seq.q_batch, h, seq.q_row, seq.q_len, 1);
+    }
+    return true;
+  }
+  const bool readable = pages_exist(args, block.b, block.split_begin, block.split_end);
+  last = readable ? block.last : 0;
+  if (last == 0 && readable && splits.count > 1 && !(args.sinks.data && block.split == 0)) {
+    for (uint32_t n = threadIdx.x; n < rows; n += blockDim.x) {
+      const DecodeRow row(params, block, n);
+      if (row.exists) splits.states[splits.at(args, block.split, block.b, row.h, row.i)] = make_float2(kHidden, 0);
+    }
+    return true;
+  }
+  if (threadIdx.x == 0) block.readable = readable;
+  return false;
+}
+
+// Grid: one block per (sequence, key head, split, row_blocks), the last fastest. Block: kWarps warps per row tile.
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeShape<T, kHeadDim>::kBlocksPerSM)
+    decode_kernel(const __grid_constant__ DecodeParams params) {
+  using Shape = DecodeShape<T, kHeadDim>;
+  constexpr int kKeys = Shape::kKeys, kTile = Shape::kTile;
+  extern __shared__ __align__(1024) char memory[];
+  const AttentionParams& args = params.args;
+  const uint32_t rows = 16 * params.row_tiles, base = shared_address(memory);
+  DecodeBlock& block = *reinterpret_cast<DecodeBlock*>(memory + Shape::block_at(rows));
+
+  if (threadIdx.x == 0) block.locate<kTile>(params, blockIdx.x);
+  __syncthreads();
+  int last;
+  if (finished_early<T>(params, block, rows, last)) return;
+
+  const Tile<T, kHeadDim> q_smem{base + Shape::kQueriesAt};  // [rows][kHeadDim]
+  copy_queries(params, block, q_smem, rows);
+  DecodeRing<T, kHeadDim> ring(params, block, base, last);
+  ring.find_page(0);
+#pragma unroll 1
+  for (int n = 0; n < Shape::kSlots - 1; n++) ring.begin_copy(n);
+  wait_for_copies<Shape::kSlots - 1>();
+  __syncthreads();
+
+  const int row0 = 16 * ring.row_tile;
+  const bool plain = args.scale_in_exp();
+  const float unit = plain ? static_cast<float>(args.scale) : 1;
+  RowStates<1> states;
+  Fragment<1, kHeadDim / 8> acc;  // [16][kHeadDim], of O
+  acc.fill(0);
+  for (int tile = 0; tile * kTile + ring.warp_key < last; tile++) {
+    // S = Q K^T and its weights, while the next values are copied.
+    ring.wait();
+    ring.begin_copy(2 * tile + Shape::kSlots - 1);
+    Fragment<1, kKeys / 8> s;  // [16][kKeys]
+    s.fill(0);
+    multiply_transposed(s, q_smem, row0, ring.slot(2 * tile), 0, static_cast<int>(args.head_dim));
+    if (!plain || block.visible.verdict(tile) != Verdict::full)
+      make_scores(s, params, block, row0, tile * kTile + ring.warp_key, plain);
+    float factors[1][2];
+    states.template scores_to_weights<T>(s, factors, unit);
+    rescale(acc, factors);
+
+    // O += P V, while the next keys are copied.
+    ring.wait();
+    ring.begin_copy(2 * tile + Shape::kSlots);
+    const Operand<T, 1, kKeys / 8> p(s);  // [16][kKeys]
+    multiply(acc, p, ring.slot(2 * tile + 1), 0);
+  }
+  states.finish(unit);
+
+  // The results of the warps, in place of rings and queries.
+  __syncthreads();
+  const DecodeResults<Shape> results{base, rows};
+  store_results(results, ring.key_warp, row0, states, acc, block.readable);
+  __syncthreads();
+  merge_results<T, kHeadDim>(params, block, results);
+}
+
+// scratch: decode_scratch(args) bytes
+template <int kHeadDim> void decode(const AttentionParams& args, void* scratch, cudaStream_t stream) {
+  const Splits splits(args, scratch);
+  for_dtype("query", args.dtype, [&](auto element) {
     using T = decltype(element);
     using Shape = DecodeShape<T, kHeadDim>;
-    const int64_t rows = p.group() * p.seqlen_q;
-    const int64_t row_tiles = rows > 16 ? Shape::kRowTiles : 1;
+    const int64_t rows = args.group() * args.seqlen_q;
+    const int64_t row_tiles = rows > 16 ? Shape::kMaxRowTiles : 1;
     const int64_t row_blocks = max<int64_t>(1, (rows + 16 * row_tiles - 1) / (16 * row_tiles));
-    const int64_t blocks = p.sequences * p.heads_kv * splits.count * row_blocks;
+    const int64_t blocks = args.sequences * args.heads_kv * splits.count * row_blocks;
     if (blocks == 0) return;
     if (blocks > INT32_MAX) throw std::invalid_argument("key: more than 2^31 splits on CUDA");
-    const Attention a(p);
-    const bool whole = p.head_dim % kPack<T> == 0, whole_v = p.head_dim_v % kPack<T> == 0;
-    const DecodeParams params{a,
-                              splits,
-                              uint32_t(rows),
-                              uint32_t(row_tiles),
-                              uint32_t(row_blocks),
-                              a.query_packs && whole,
-                              a.key_packs && whole,
-                              a.value_packs && whole_v};
-    const auto kernel = decode_split<T, kHeadDim>;
+    const DecodeParams params{args, Alignment(args), splits, uint32_t(rows), uint32_t(row_tiles), uint32_t(row_blocks)};
+    const auto kernel = decode_kernel<T, kHeadDim>;
     const int bytes = Shape::shared_bytes(16 * row_tiles);
     check("decode", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     kernel<<<blocks, kWarp * Shape::kWarps * row_tiles, bytes, stream>>>(params);
     check("decode", cudaGetLastError());
   });
-  if (splits.count > 1) merge_splits(p, splits, stream);
+  if (splits.count > 1) merge_splits(args, splits, stream);
 }
 
 }  // namespace flashsoftmax::cuda::sm80
