@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from flashsoftmax.library import ARGUMENTS
+
 from .command import number
 from .shapes import DTYPES, Shape
 from .traffic_model import Kernel, ours
@@ -49,10 +51,12 @@ def count(shape: Shape, dtype: str) -> list[dict[str, Any]]:
     interpreter = import_module("tests.interpreter")
     operators = interpreter.operators()
     query, key, value, _ = shape.inputs(DTYPES[dtype], "cpu")
-    lengths = (shape.queries, shape.keys, 1 / math.sqrt(shape.dim), 0.0)
-    window = (shape.window, 0 if shape.causal else None)
+    arguments = dict.fromkeys(ARGUMENTS["attention"]) | {"query": query, "key": key, "value": value}
+    arguments |= {"max_seqlen_q": shape.queries, "max_seqlen_k": shape.keys}
+    arguments |= {"scale": 1 / math.sqrt(shape.dim), "softcap": 0.0}
+    arguments |= {"window_left": shape.window, "window_right": 0 if shape.causal else None}
     with interpreter.session() as run:
-        operators.attention(query, key, value, *[None] * 7, *lengths, *window, None, None)
+        operators.attention(**arguments)
     kernels = ours(shape, DTYPES[dtype])
     return [record(shape, dtype, *pair) for pair in zip(kernels, run.launches, strict=True)]
 

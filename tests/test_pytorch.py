@@ -46,9 +46,9 @@ class TestOpcheck:
     @pytest.mark.parametrize("of", ["out", "lse", "both"])
     def test_attention_backward(self, sample, of):
         forward = SAMPLES[sample]()
-        out, lse = torch.ops.flashsoftmax.attention(*forward.values())
+        out, lse, lse_error = torch.ops.flashsoftmax.attention(*forward.values())
         grads = torch.randn_like(out) if of != "lse" else None, torch.randn_like(lse) if of != "out" else None
-        arguments = operators.attention_backward(forward, *grads, out, lse)
+        arguments = operators.attention_backward(forward, *grads, out, lse, lse_error)
         opcheck(torch.ops.flashsoftmax.attention_backward.default, tuple(arguments.values()))
 
     def test_merge(self):
@@ -57,8 +57,8 @@ class TestOpcheck:
         opcheck(torch.ops.flashsoftmax.merge.default, states)
         outs, lses = ([x.detach() for x in side] for side in states)
         out, lse = merge(outs, lses)
-        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, lse, outs, lses, lse))
-        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, None, outs, lses, lse))
+        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, lse, outs, lses))
+        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, None, outs, lses))
 
     def test_every_operator_is_here(self):
         names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
@@ -225,6 +225,41 @@ class TestCompile:
         arguments = tokens, integers(0, 3, 7), pages, integers([0, 4, 2]), integers(11)
         assert_close(compiled(*arguments), compiled._torchdynamo_orig_callable(*arguments))
 
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda n, q, k, cu: attention(q, k, k, causal=True, q_offset=n - 5),
+            lambda n, q, k, cu: attention(q, k, k, window=(n, 0)),
+            lambda n, q, k, cu: attention(q, k, k, split_size=n + 1),
+            lambda n, q, k, cu: attention_varlen(
+                *(x[0].transpose(0, 1) for x in (q, k, k)), cu, 5 * cu, max_seqlen_q=n + 4, max_seqlen_k=n + 20
+            ),
+        ],
+        ids=["q_offset", "window", "split_size", "max_seqlen"],
+    )
+    def test_integers_do_not_recompile(self, call):
+        graphs = []
+
+        def backend(graph, examples):
+            graphs.append(graph)
+            return graph
+
+        compiled = torch.compile(call, backend=backend, fullgraph=True)
+        q, k, cu = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 35, 8), integers(0, 3, 7)
+        for n in range(20):
+            assert_same_bits(compiled(n, q, k, cu), call(n, q, k, cu))
+        assert len(graphs) <= 3
+
+    def test_a_length_from_item(self):
+        def function(x, cu):
+            longest = cu.diff().max().item()
+            return attention_varlen(x, x, x, cu, cu, max_seqlen_q=longest, max_seqlen_k=longest)
+
+        x, cu = torch.randn(9, 2, 8), integers(0, 4, 9)
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+            assert_same_bits(compiled(x, cu), function(x, cu))
+
     def test_autocast_inside(self):
         @torch.compile(fullgraph=True, backend="aot_eager")
         def compiled(q, k, v):
@@ -233,6 +268,33 @@ class TestCompile:
 
         q, k, v = torch.randn(3, 1, 2, 9, 8).unbind()
         assert_same_bits(compiled(q, k, v), attention(*(x.bfloat16() for x in (q, k, v))))
+
+
+class TestExport:
+    class Decoder(torch.nn.Module):
+        def forward(self, q, k):
+            return attention(q, k, k, causal=True, q_offset=k.shape[2] - q.shape[2])
+
+    class Selected(torch.nn.Module):
+        def forward(self, q, k, keep):
+            return attention(q[:, :, keep.nonzero().squeeze(-1)], k, k, causal=True, q_offset=3)
+
+    def test_a_position_of_shapes_stays_dynamic(self):
+        lengths = ({2: torch.export.Dim("rows", max=500)}, {2: torch.export.Dim("keys", max=500)})
+        samples = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 40, 8)
+        exported = torch.export.export(self.Decoder(), samples, dynamic_shapes=lengths)
+        for rows, keys in ((7, 40), (30, 33), (3, 90)):
+            q, k = torch.randn(1, 2, rows, 8), torch.randn(1, 2, keys, 8)
+            assert_same_bits(exported.module()(q, k), self.Decoder()(q, k))
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_a_number_of_queries_that_depends_on_data(self, transposed):
+        q, k = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 40, 8)
+        if transposed:
+            q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        exported = torch.export.export(self.Selected(), (q, k, torch.rand(7) < 0.5))
+        for keep in (torch.rand(7) < 0.5, torch.arange(7) == 2, torch.arange(7) < 7, torch.arange(7) > 9):
+            assert_same_bits(exported.module()(q, k, keep), self.Selected()(q, k, keep))
 
 
 class TestVmap:

@@ -56,10 +56,12 @@ template <class T> class Merge {
     each_row(runner, [&](Row r) {
       const MergeState& grad_output = grad.grad_output;
       const T* grad_out = grad_output.out.data ? at_row<T>(grad_output.out, r) : nullptr;
-      const State<A> total = from_lse(*at_row<A>(p.output.lse, r));
+      State<A> total;
+      for (int64_t n = 0; n < p.states; n++) merge(total, state_of(p.inputs[n], r));
+      const A normalizer = inverse_sum(total);
       auto weight_of = [&](int64_t n) {
         State<A> state = state_of(p.inputs[n], r);
-        return state.l * total.l == A(0) ? A(0) : weight(state.m, total.m);
+        return state.l == A(0) ? A(0) : weight(state.m, total.m) * normalizer;
       };
       A mean = 0;
       for (int64_t n = 0; n < p.states; n++) {
