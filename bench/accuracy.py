@@ -42,7 +42,7 @@ class Sweep:
 
 KEYS_SWEEP = Sweep("keys", "keys", (128, 512, 2048, 8192, 32768, 131072), (128, 2048, 8192))
 DEVIATION = Sweep("deviation", "standard deviation of the scores", (1, 2, 5, 10, 20, 50, 100), (1, 10, 100))
-POSITION = Sweep("position", "where the largest score lies, of the keys", (0, 0.25, 0.5, 0.75, 1), (0, 0.5, 1))
+POSITION = Sweep("position", "relative position of the largest score", (0, 0.25, 0.5, 0.75, 1), (0, 0.5, 1))
 LEVEL = Sweep(
     "level",
     "mean of the scores",
@@ -50,7 +50,7 @@ LEVEL = Sweep(
     (-150, -100, -60, 0, 150),
 )
 SPLITS = Sweep("splits", "splits of 65,536 keys", (1, 2, 4, 8, 16, 32, 64), (1, 8, 64))
-ORDER = Sweep("order", "states that are merged", (2, 4, 8, 16, 32, 64, 128), (2, 16, 64))
+ORDER = Sweep("order", "number of merged states", (2, 4, 8, 16, 32, 64, 128), (2, 16, 64))
 INPUTS = (KEYS_SWEEP, DEVIATION, POSITION, LEVEL)
 MERGES = (SPLITS, ORDER)
 

@@ -191,12 +191,12 @@ def draw_roofs(axes: Axes, results: Sequence[Mapping[str, Any]], roofs: Sequence
 
 def model_picture(results: Sequence[Mapping[str, Any]], roofs: Sequence[Roof], dtype: str, path: Path) -> None:
     some = [r for r in results if r["dtype"] == dtype and r["dim"] == 128 and r["heads_kv"] == 8]
-    caption = f"{dtype}, 32 heads on 8, dim 128. Predicted, by formula; lines count each byte once per kernel"
+    caption = f"{dtype}, 32 heads on 8, dim 128. Predicted, by formula; solid lines count each byte once per kernel"
     with style.picture(path, 2, 2, caption, size=(4.8, 2.7)) as (figure, grid):
         for axes, kind in zip((grid[0][0], grid[0][1], grid[1][0]), ("full", "windowed", "decode"), strict=True):
             draw_bytes(axes, some, kind)
         draw_roofs(grid[1][1], some, roofs, dtype)
-        style.legend(figure, {**LOOKS, "all that is asked for": (style.TEXT, (0, (1, 1.5)))})
+        style.legend(figure, {**LOOKS, "asked by all threads": (style.TEXT, (0, (1, 1.5)))})
 
 
 def measured_picture(results: Sequence[Mapping[str, Any]], machine: str, path: Path) -> None:
