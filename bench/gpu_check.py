@@ -2,7 +2,7 @@
 
 Installs the wheel into a temporary folder, then runs the tests marked cuda, the throughput of prefill, backward and
 decode, and some of the tests under compute-sanitizer if it is there. Writes gpu-check.json and gpu-check.md. Needs this
-checkout, torch and pytest, but no network and no compiler.
+checkout and the Python packages that the tests import, but no network and no compiler.
 """
 
 from __future__ import annotations

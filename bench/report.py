@@ -93,8 +93,8 @@ def report(folder: Path) -> str:
     lines = [
         "# Results\n",
         f"Written by `python -m bench report` from the records in [{folder.name}]({folder.name}). "
-        "Each title says whether the figures were predicted, counted or measured. The text below it says when, by which "
-        "command and on which machine.\n",
+        "Each title says whether the figures were predicted, counted or measured. The text below it says when, by "
+        "which command and on which machine.\n",
     ]
     for part in PARTS:
         for path in sorted(folder.glob(f"{part.begin}*.json")):
