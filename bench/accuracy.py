@@ -229,7 +229,7 @@ def picture(sweeps: Sequence[Sweep], results: Sequence[Mapping[str, Any]], machi
 
 
 def page(record: Mapping[str, Any]) -> Iterator[str]:
-    """The part of docs/results.md."""
+    """The part of docs/results.md about accuracy."""
     yield from markdown_table(*worst(record["results"], (*INPUTS, SPLITS)), left=2)
     yield ""
     yield from markdown_table(*worst(record["results"], (ORDER,)), left=2)

@@ -51,7 +51,7 @@ def dump(*options: str) -> str:
 
 
 GRADIENTS = ("query", "key", "value", "key and value")
-"""The gradients that a backward kernel makes, in the order of its template argument."""
+"""What a backward kernel makes the gradients of, by its template argument `Wanted`."""
 
 
 def readable(name: str) -> str:
@@ -104,8 +104,8 @@ def order_from(begin: int, following: Sequence[Sequence[int]]) -> list[int]:
 def main_loop(code: str) -> tuple[int, int] | None:
     """Instructions and MMAs of one iteration of the main loop, from the machine code of a kernel.
 
-    The main loop is the one with the most MMAs. Among its paths counts the one with the most MMAs and asynchronous
-    copies, and among equals the shortest: the path of a tile without a mask.
+    The main loop is the one with the most MMAs. Its path with the most MMAs and asynchronous copies counts, and among
+    equals the shortest: that is the path of a tile without a mask.
     """
     listing = instructions(code)
     at = {instruction.address: i for i, instruction in enumerate(listing)}

@@ -224,7 +224,7 @@ def from_record(record: Mapping[str, Any]) -> Result:
 
 
 def page(record: Mapping[str, Any]) -> Iterator[str]:
-    """The part of docs/results.md: the table, then the closing lines."""
+    """The part of docs/results.md about throughput: the table, then the closing lines."""
     results = [from_record(result) for result in record["results"]]
     header = ["dtype", "kind", "mask", "batch", "heads q/kv", "queries x keys", "dim", "ms", "rate", "of the limit"]
     header += ["torch's ms", "over torch", "best peer", "over it"]
