@@ -328,12 +328,21 @@ def _causal_bias(
 def _expand_mask(attn_mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
     if attn_mask is None:
         return None
+    if _is_symbolic(attn_mask):
+        raise TypeError(f"attn_mask: {type(attn_mask).__name__}, wanted a Tensor whose memory holds the mask")
     fits = attn_mask.dim() <= 4 and all(
         have in (1, want) for have, want in zip(reversed(attn_mask.shape), reversed(shape), strict=False)
     )
     if not fits:
         raise ValueError(f"attn_mask: shape {list(attn_mask.shape)}, wanted one broadcastable to {list(shape)}")
     return attn_mask.expand(shape)
+
+
+def _is_symbolic(x: Tensor) -> bool:
+    """Whether x is of a subclass that redefines functions alone, and so may stand for values that it does not hold."""
+    function = getattr(type(x).__torch_function__, "__func__", type(x).__torch_function__)
+    plain = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+    return function not in plain and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _check_tensors(**arguments: object) -> None:

@@ -6,14 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from . import autocast, autograd, batching, fake
+from . import autocast, autograd, batching, fake, flops, sharding
 from .library import ARGUMENTS
 
-__all__ = ["attention", "autocast", "autograd", "batching", "fake", "merge"]
+__all__ = ["attention", "autocast", "autograd", "batching", "fake", "flops", "merge", "sharding"]
 
 
 def attention(**arguments: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator attention. Arguments that are left out are None; lengths are 0."""
+    sharding.register()
     values = {"max_seqlen_q": 0, "max_seqlen_k": 0} | arguments
     out, lse, _ = autograd.call(autograd.Attention, *(values.get(name) for name in ARGUMENTS["attention"]))
     return out, lse
@@ -21,5 +22,6 @@ def attention(**arguments: Any) -> tuple[Tensor, Tensor]:
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator merge."""
+    sharding.register()
     out, lse = autograd.call(autograd.Merge, *outs, *lses)
     return out, lse

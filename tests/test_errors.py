@@ -3,9 +3,11 @@
 import contextlib
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nan
+from torch.utils import _pytree as pytree
 
 import operators
 from flashsoftmax import attention, attention_paged, attention_varlen, merge
@@ -23,6 +25,23 @@ def refused(call, valid, change, name, *words):
     assert re.match(rf"{name}\b", message), f"does not name {name}: {message}"
     for word in words:
         assert re.search(rf"(?<!\w){re.escape(word)}(?!\w)", message), f"does not say {word}: {message}"
+    if "meta" not in words:
+        on_meta(call, valid | change, message)
+
+
+VALUES = r"(kv_lens|cu_seqlens_[qk]|block_table)(\[|: ends)|max_seqlen_[qk]: \d+, wanted at least [1-9]"
+
+
+def on_meta(call, arguments, message):
+    """Tensors without values are refused with the same words, but for what only the values show."""
+    numbers = {name: arguments.pop(name) for name in ("scale", "q_offset") if name in arguments}
+    arguments = pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, arguments) | numbers
+    if re.match(VALUES, message):
+        call(**arguments)
+        return
+    with pytest.raises((ValueError, TypeError)) as error:
+        call(**arguments)
+    assert str(error.value) == message
 
 
 def table(*rows):
@@ -75,9 +94,22 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"window": (1.5, 0)}, "window", "1.5"),
     ({"scale": "large"}, "scale", "large"),
     ({"scale": nan}, "scale", "nan"),
+    ({"scale": 1e39}, "scale", "1e+39", "float32"),
+    ({"scale": "0.5"}, "scale", "0.5"),
+    ({"scale": torch.ones(2)}, "scale", "number"),
+    ({"scale": rand(()).requires_grad_()}, "scale", "gradient"),
+    ({"softcap": 1e-50}, "softcap", "1e-50", "float32"),
+    ({"softcap": 1e39}, "softcap", "1e+39", "float32"),
     ({"softcap": -1.0}, "softcap", "-1"),
     ({"softcap": nan}, "softcap", "nan"),
     ({"q_offset": 1.5}, "q_offset", "1.5"),
+    ({"q_offset": np.float64(3)}, "q_offset", "int"),
+    ({"q_offset": np.bool_(True)}, "q_offset", "int"),
+    ({"q_offset": torch.tensor(1.5)}, "q_offset", "int"),
+    ({"q_offset": torch.tensor(True)}, "q_offset", "int"),
+    ({"q_offset": 2**63}, "q_offset", str(2**63)),
+    ({"split_size": 2**70}, "split_size", str(2**70)),
+    ({"window": (2**64, 0)}, "window", str(2**64)),
     ({"split_size": 0}, "split_size", "0"),
     ({"split_size": -3}, "split_size", "-3"),
     ({"split_size": 1.5}, "split_size", "1.5"),
