@@ -94,7 +94,7 @@ def attention(
         shape = query.size(0), query.size(1), query.size(2), key.size(2)
         if isinstance(attn_mask, CausalBias):
             attn_mask, options = _causal_bias(attn_mask, shape, kv_lens, options)
-        attn_mask = _expand_mask(attn_mask, shape)
+        attn_mask = _mask_of_scores(attn_mask, shape)
     out, lse = _attend(query, key, value, complete(query, options), attn_mask=attn_mask, kv_lens=kv_lens)
     return (out, lse) if return_lse else out
 
@@ -251,7 +251,7 @@ def attention_paged(
             raise ValueError(f"{name}: {x.dim()} dimensions, wanted 4: [pages, page_size, heads, head_dim]")
     if query.dim() == 4 and block_table.dim() == 2:
         keys = block_table.size(1) * key_pages.size(1)
-        attn_mask = _expand_mask(attn_mask, (query.size(0), query.size(1), query.size(2), keys))
+        attn_mask = _mask_of_scores(attn_mask, (query.size(0), query.size(1), query.size(2), keys))
     out, lse = _attend(
         query,
         key_pages.transpose(1, 2),
@@ -325,7 +325,7 @@ def _causal_bias(
     return visible, options
 
 
-def _expand_mask(attn_mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
+def _mask_of_scores(attn_mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
     if attn_mask is None:
         return None
     if _is_symbolic(attn_mask):
@@ -335,7 +335,7 @@ def _expand_mask(attn_mask: Tensor | None, shape: tuple[int, int, int, int]) -> 
     )
     if not fits:
         raise ValueError(f"attn_mask: shape {list(attn_mask.shape)}, wanted one broadcastable to {list(shape)}")
-    return attn_mask.expand(shape)
+    return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
 def _is_symbolic(x: Tensor) -> bool:

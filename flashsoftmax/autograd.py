@@ -18,28 +18,47 @@ from .library import ARGUMENTS, OPERATORS
 
 def call(function: type[Operator], *inputs: Any) -> Any:
     """The operator of this Function."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling():
+        return function.operator(*inputs)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return function.apply(*inputs)
-    return function.operator(*inputs)
+    if _needs_graph(inputs):
+        return function.operator(*inputs)
+    return function.forward(*inputs)
+
+
+def _needs_graph(inputs: tuple[Any, ...]) -> bool:
+    """Whether autograd has to know of a call. Refuses forward mode, which would give zero without a word."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in _tensors(inputs)):
+        Operator.jvp()
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+
+
+def _flat(args: tuple[Any, ...]) -> list[Any]:
+    return [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+
+
+def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
+    return [x for x in _flat(args) if isinstance(x, Tensor)]
 
 
 class Operator(Function):
     """What the Functions have in common."""
 
+    name: str
+
     @staticmethod
     def operator(*inputs: Any) -> Any:
+        """Calls the operator with the inputs of the Function."""
         raise NotImplementedError
 
     @classmethod
     def kernel(cls, *args: Any) -> Any:
         """What the dispatcher runs under the key Autograd."""
-        inputs = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-            cls.jvp()
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return cls.apply(*inputs)
-        return cls.forward(*inputs)
+        if _needs_graph(args):
+            return cls.apply(*_flat(args))
+        with torch._C._AutoDispatchBelowAutograd():
+            return OPERATORS[cls.name](*args)
 
     @classmethod
     def forward(cls, *inputs: Any) -> Any:
@@ -52,6 +71,8 @@ class Operator(Function):
 
 
 class Attention(Operator):
+    name = "attention"
+
     @staticmethod
     def operator(*inputs: Any) -> Any:
         return OPERATORS["attention"](*inputs)
@@ -89,6 +110,8 @@ class Attention(Operator):
 
 
 class Merge(Operator):
+    name = "merge"
+
     @staticmethod
     def operator(*states: Any) -> Any:
         n = len(states) // 2
@@ -121,6 +144,8 @@ class Backward(Operator):
 
 
 class AttentionBackward(Backward):
+    name = "attention_backward"
+
     @staticmethod
     def operator(*inputs: Any) -> Any:
         return OPERATORS["attention_backward"](*inputs)
@@ -129,6 +154,8 @@ class AttentionBackward(Backward):
 
 
 class MergeBackward(Backward):
+    name = "merge_backward"
+
     @staticmethod
     def operator(grad_out: Any, grad_lse: Any, *states: Any) -> Any:
         n = len(states) // 2
@@ -137,10 +164,5 @@ class MergeBackward(Backward):
     vmap = staticmethod(batching.merge_backward)
 
 
-for _name, _function in (
-    ("attention", Attention),
-    ("attention_backward", AttentionBackward),
-    ("merge", Merge),
-    ("merge_backward", MergeBackward),
-):
-    torch.library.impl(f"flashsoftmax::{_name}", "Autograd")(_function.kernel)
+for _function in (Attention, AttentionBackward, Merge, MergeBackward):
+    torch.library.impl(f"flashsoftmax::{_function.name}", "Autograd")(_function.kernel)

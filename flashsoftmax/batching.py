@@ -18,22 +18,35 @@ BATCHED = {  # arguments whose first axis is the batch
 
 def attention(info: Any, in_dims: Dims, *args: Any) -> Any:
     """The operator attention over one more axis: (outputs, the axis in each)."""
-    return _fold("attention", info.batch_size, in_dims, args, shared=())
+    return _fold("attention", info.batch_size, in_dims, args)
 
 
 def attention_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
-    """Likewise. The gradient of sinks sums over the batch, so with sinks each sample is a call."""
-    return _fold("attention_backward", info.batch_size, in_dims, args, shared=("sinks",))
+    """The operator attention_backward, likewise."""
+    return _fold("attention_backward", info.batch_size, in_dims, args)
 
 
-def _fold(name: str, n: int, in_dims: Dims, args: tuple[Any, ...], shared: tuple[str, ...]) -> Any:
+def _fold(name: str, n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
     values = dict(zip(ARGUMENTS[name], args, strict=True))
     dims = dict(zip(ARGUMENTS[name], in_dims, strict=True))
-    single = ("cu_seqlens_q", "cu_seqlens_k", "block_table", *shared)  # with these a batch cannot grow
-    if any(values.get(x) is not None for x in single) or any(dims[x] is not None for x in dims if x not in BATCHED):
+    packed = any(values.get(x) is not None for x in ("cu_seqlens_q", "cu_seqlens_k", "block_table"))
+    per_sample = any(dims[x] is not None for x in dims if x not in BATCHED)
+    mask, batch = values["attn_mask"], _sample(values["query"], dims["query"]).size(0)
+    one_mask = mask is not None and _sample(mask, dims["attn_mask"]).size(0) == 1 < batch  # for the batch of a sample
+    # These gradients are sums over the batch.
+    summed = "mask_grad" in values and (values["sinks"] is not None or (values["mask_grad"] and one_mask))
+    if packed or per_sample or summed:
         return _each(OPERATORS[name], n, in_dims, args)
     folded = {x: _folded(value, dims[x], n) if x in BATCHED else value for x, value in values.items()}
+    if one_mask:
+        if dims["attn_mask"] is not None:
+            mask = mask.movedim(dims["attn_mask"], 0).repeat_interleave(batch, 1).flatten(0, 1)
+        folded["attn_mask"] = mask
     return _unfolded(OPERATORS[name](*folded.values()), 0, n)
+
+
+def _sample(x: Tensor, dim: int | None) -> Tensor:
+    return x if dim is None else x.select(dim, 0)
 
 
 def merge(info: Any, in_dims: Dims, *states: Any) -> Any:

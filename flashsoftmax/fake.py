@@ -136,7 +136,11 @@ def _check_attention(values: dict[str, Any]) -> None:
             _check_like(name, values[name], (query.size(1),), query, _statistics(query))
     if attn_mask is not None:
         _check(not varlen, "attn_mask: given together with cu_seqlens, wanted without")
-        _check_shape("attn_mask", attn_mask, (sequences, query.size(1), query.size(2), keys))
+        scores = [sequences, query.size(1), query.size(2), keys]
+        message = f"attn_mask: shape {[*attn_mask.shape]}, wanted one broadcastable to {scores}"
+        _check(attn_mask.dim() == 4, message)
+        for have, want in zip(attn_mask.shape, scores, strict=True):
+            _check(have == 1 or have == want, message)
         _check_device("attn_mask", attn_mask, query)
         supported = (torch.bool, *FLOATING)
         _check(

@@ -41,28 +41,33 @@ def _attention(name: str) -> Callable[..., Any]:
     """The placements of (results, arguments) that need no communication."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    def whole(argument: str) -> Any:
+    def whole(argument: str, shape: Any) -> Any:
         return Replicate()
 
-    def by_batch(argument: str) -> Any:
-        return Replicate() if argument in PER_HEAD else Shard(0)
+    def by_batch(argument: str, shape: Any) -> Any:
+        return Replicate() if argument in PER_HEAD or _is_broadcast(argument, shape, 0) else Shard(0)
 
-    def by_heads(argument: str) -> Any:
-        return Shard(0) if argument in PER_HEAD else Replicate() if argument in LENGTHS else Shard(1)
+    def by_heads(argument: str, shape: Any) -> Any:
+        if argument in PER_HEAD:
+            return Shard(0)
+        return Replicate() if argument in LENGTHS or _is_broadcast(argument, shape, 1) else Shard(1)
 
     def strategies(*args: Any) -> Any:
         values = dict(zip(ARGUMENTS[name], args, strict=True))
-        placements = [whole]
+        shapes = {x: value.shape for x, value in values.items() if hasattr(value, "placements")}
+        strategies = [whole]
         if values["cu_seqlens_q"] is None and values.get("block_table") is None:
-            placements.append(by_batch)
+            strategies.append(by_batch)
         if values["key"].shape[1] % values["query"].mesh.size() == 0:  # then query heads go with their key heads
-            placements.append(by_heads)
+            strategies.append(by_heads)
         found = []
-        for place in placements:
-            results = [place(x) for x in RESULTS[name]]
-            if name == "attention_backward":
-                results[4] = Partial() if place is by_batch and values["sinks"] is not None else results[4]
-            found.append((results, [place(x) if _is_tensor(value) else None for x, value in values.items()]))
+        for place in strategies:
+            inputs = [place(x, shapes[x]) if x in shapes else None for x in values]
+            results = [place(x, shapes.get(x)) for x in RESULTS[name]]
+            if name == "attention_backward" and place is not whole:
+                for n, x in enumerate(RESULTS[name]):  # a gradient of what all ranks have is a sum over them
+                    results[n] = Partial() if x in shapes and results[n] == Replicate() else results[n]
+            found.append((results, inputs))
         return found
 
     return strategies
@@ -86,8 +91,8 @@ def _merge(states: int) -> Callable[..., Any]:
     return strategies
 
 
-def _is_tensor(x: object) -> bool:
-    return hasattr(x, "placements")
+def _is_broadcast(argument: str, shape: Any, axis: int) -> bool:
+    return argument == "attn_mask" and shape is not None and shape[axis] == 1
 
 
 register()

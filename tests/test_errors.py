@@ -366,7 +366,7 @@ class TestOperators:
             ("dense", "kv_lens", integers(-1, 3)),
             ("dense", "split_size", 0),
             ("dense", "window_left", -1),
-            ("dense", "attn_mask", rand(1, 1, 5, 9)),
+            ("dense", "attn_mask", rand(1, 2, 5, 9)),
             ("varlen", "cu_seqlens_q", integers(0, 12, 9)),
             ("varlen", "cu_seqlens_q", integers(3, 5, 9)),
             ("varlen", "cu_seqlens_k", integers(0, 4, 10)),

@@ -48,6 +48,15 @@ def run(rank: int, store: str) -> None:
         assert_close([x.full_tensor() for x in found], list(expected))
         assert_close([x.grad.full_tensor() for x in placed], [x.grad for x in tensors])
 
+    # A mask for all heads: each rank has it whole, and a part of its gradient.
+    mask = torch.randn(4, 1, 5, 9, requires_grad=True)
+    call(*tensors[:3], mask, tensors[4], *rest)[2].backward()
+    options = place(rest[0], Shard(0)), place(rest[1], Replicate())
+    placed = [place(x, Shard(1)) for x in tensors[:3]], place(mask, Replicate()), place(tensors[4], Shard(0))
+    call(*placed[0], *placed[1:], *options)[2].backward()
+    assert placed[1].grad.placements[0].is_partial()
+    assert_close(placed[1].grad.full_tensor(), mask.grad)
+
     # Key heads that do not divide over the ranks are gathered: query heads would lose theirs.
     q, k = torch.randn(2, 6, 5, 16), torch.randn(2, 3, 9, 16)
     assert_close(attention(place(q, Shard(1)), *[place(k, Shard(1))] * 2).full_tensor(), attention(q, k, k))

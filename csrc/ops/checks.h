@@ -111,6 +111,16 @@ inline Tensor4 view(const Tensor& x) {
   return y;
 }
 
+// A tensor of 4 dimensions in which an axis of size 1 stands for any size.
+inline Tensor4 broadcast_view(const Tensor& x) {
+  Tensor4 y = view(x);
+  if (x.size(0) == 1) y.batch = 0;
+  if (x.size(1) == 1) y.head = 0;
+  if (x.size(2) == 1) y.row = 0;
+  if (x.size(3) == 1) y.dim = 0;
+  return y;
+}
+
 inline IntVector int_vector(const char* argument, const Tensor& x, int64_t dim, const Tensor& like) {
   check(x.dim() == dim, argument, ": ", x.dim(), " dimensions, wanted ", dim);
   check(x.scalar_type() == ScalarType::Int || x.scalar_type() == ScalarType::Long, argument, ": dtype ",

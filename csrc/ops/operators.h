@@ -86,7 +86,7 @@ template <class Device> struct Operators {
     grad.grad_query = view(grad_query);
     grad.grad_key = view(grad_key);
     grad.grad_value = view(grad_value);
-    if (mask_grad) grad.grad_mask = view(grad_mask);
+    if (mask_grad) grad.grad_mask = broadcast_view(grad_mask);
     if (sinks) grad.grad_sinks = grad_sinks.data_ptr();
     if (lse.numel() > 0) Device::attention_grad(grad, query);
     return {grad_query, grad_key, grad_value, grad_mask, grad_sinks};

@@ -182,11 +182,14 @@ inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   if (a.attn_mask) {
     const Tensor& mask = *a.attn_mask;
     check(!p.cu_seqlens_q, "attn_mask: given together with cu_seqlens, wanted without");
-    check_shape("attn_mask", mask, {p.sequences, p.heads_q, p.rows_q, p.seqlen_k});
+    const std::vector<int64_t> scores{p.sequences, p.heads_q, p.rows_q, p.seqlen_k};
+    bool fits = mask.dim() == 4;
+    for (int64_t d = 0; fits && d < 4; d++) fits = mask.size(d) == scores[d] || mask.size(d) == 1;
+    check(fits, "attn_mask: shape ", shape(sizes(mask)), ", wanted one broadcastable to ", shape(scores));
     check_device("attn_mask", mask, a.query);
     std::optional<DType> mask_dtype = dtype_of(mask);
     check(mask_dtype.has_value(), "attn_mask: dtype ", name(mask.scalar_type()), ", wanted bool or a floating dtype");
-    p.mask = view(mask);
+    p.mask = broadcast_view(mask);
     p.mask_dtype = *mask_dtype;
   }
 }

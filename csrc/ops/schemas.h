@@ -15,7 +15,7 @@ inline const std::string kOperands =
     "Tensor key, "
     "Tensor value, ";
 inline const std::string kOptions =
-    "Tensor? attn_mask, "     // [B, Hq, Sq, Sk]
+    "Tensor? attn_mask, "     // [B, Hq, Sq, Sk]; an axis of size 1 is broadcast
     "Tensor? alibi_slopes, "  // [Hq], float32 (float64 for float64), as sinks and lse
     "Tensor? sinks, "         // [Hq]
     "Tensor? kv_lens, "       // [B], or one per sequence
