@@ -1,4 +1,4 @@
-// The backward, which computes the weights again from the log-sum-exp. With P = e^(S - lse) and
+// The backward, which computes the weights again from the log-sum-exp and its rounding error. With P = e^(S - lse) and
 // delta = rowsum(dO * O) - dlse:
 //     dV = P^T dO,    dS = P * (dO V^T - delta),    dQ = scale dS K,    dK = scale dS^T Q.
 // A task owns a tile of keys and goes through the queries that see it, so it sums dK and dV by itself. All tasks of a
@@ -59,6 +59,7 @@ template <class T> class Backward {
     E* grad_s = arena.take<E>(tile_keys * packed_queries);   // [tile_keys][packed_queries]
     E* grad_s_across =
         kDepth<E> == 1 ? grad_s : arena.take<E>(packed_keys * tile_queries);  // [packed_keys][tile_queries]
+    A* lse_error = arena.take<A>(tile_queries);                               // [tile_queries]
     A* lse = arena.take<A>(tile_queries);                                     // [tile_queries]
     A* delta = arena.take<A>(tile_queries);                                   // [tile_queries]
     A* mask = arena.take<A>(Scores::mask_elements(b.p));
@@ -122,6 +123,9 @@ template <class T> class Backward {
     if (params.grad_lse.data) delta -= *at<A>(params.grad_lse, b, h, i);
     return is_empty(*at<A>(p.lse, b, h, i)) ? A(0) : delta;
   }
+  A error_of_lse(int64_t b, int64_t h, int64_t row) const {
+    return p.lse_error.data ? *at<A>(p.lse_error, b, h, row) : A(0);
+  }
   static bool is_empty(A lse) { return from_lse(lse).l == A(0); }
 
   // One tile of keys against all queries that see it.
@@ -184,8 +188,11 @@ template <class T> class Backward {
       std::memset(static_cast<void*>(w.grad_o), 0, tile_queries * depth_v_padded * sizeof(E));
     const A* delta = all.delta + (s.q_batch * p.heads_q + q.h) * p.rows_q + s.q_row + q.i;
     for (int64_t r = 0; r < tile_queries; r++) {
-      w.lse[r] = r < q.queries ? *at<A>(p.lse, s.q_batch, q.h, s.q_row + q.i + r) : A(0);
-      w.delta[r] = r < q.queries ? delta[r] : A(0);
+      const bool exists = r < q.queries;
+      const int64_t row = s.q_row + q.i + r;
+      w.lse[r] = exists ? *at<A>(p.lse, s.q_batch, q.h, row) : A(0);
+      w.lse_error[r] = exists ? error_of_lse(s.q_batch, q.h, row) : A(0);
+      w.delta[r] = exists ? delta[r] : A(0);
       if (!is_empty(w.lse[r])) continue;
       std::memset(static_cast<void*>(w.q + r * depth_padded), 0, depth_padded * sizeof(E));
       std::memset(static_cast<void*>(w.grad_o + r * depth_v_padded), 0, depth_v_padded * sizeof(E));
@@ -241,13 +248,13 @@ template <class T> class Backward {
     const V scale(p.scale);
     unroll<Block::cols>([&](auto c) {
       const int64_t lane = column + c * V::lanes;
-      const V lse = V::load(w.lse + lane), delta = V::load(w.delta + lane);
+      const V lse = V::load(w.lse + lane), lse_error = V::load(w.lse_error + lane), delta = V::load(w.delta + lane);
       auto weigh_key = [&](int64_t j) {
         const int64_t at = j * tile_queries + lane;
         V dot = V::load(w.s + at), grad_p = V::load(w.grad_p + at);
         V content = masked ? score.content(dot) : dot * scale;
         V s = masked ? score(j, c, content) : content;
-        V p = weight(s, lse);
+        V p = weight_from_lse(s, lse, lse_error);
         V grad_s = p * (grad_p - delta);
         if (masked) {  // by selection: a hidden key has weight 0 even in a row whose lse is NaN
           auto hidden = s == V(kHidden);
@@ -322,8 +329,10 @@ template <class T> class Backward {
   void sum_grad_sink(int64_t h, const Shared& all) const {
     double sum = 0;
     for (int64_t b = 0; b < p.batch(); b++)
-      for (int64_t i = 0; i < p.rows_q; i++)
-        sum -= weight(p.sinks.at<A>(h), *at<A>(p.lse, b, h, i)) * all.delta[(b * p.heads_q + h) * p.rows_q + i];
+      for (int64_t i = 0; i < p.rows_q; i++) {
+        const A weight = weight_from_lse(p.sinks.at<A>(h), *at<A>(p.lse, b, h, i), error_of_lse(b, h, i));
+        sum -= weight * all.delta[(b * p.heads_q + h) * p.rows_q + i];
+      }
     static_cast<A*>(params.grad_sinks)[h] = A(sum);
   }
 };

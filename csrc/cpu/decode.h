@@ -111,7 +111,7 @@ template <class T> class Decode {
     }
   }
 
-  // out and lse of a unit's rows.
+  // out, lse and lse_error of a unit's rows.
   void finish(const Unit& u, const Workspace&, const RowStates<A>& states) const {
     for (int64_t r = 0; r < rows; r++) {
       int64_t i = r % p.seqlen_q, h = query_head(u, r);
@@ -123,6 +123,7 @@ template <class T> class Decode {
       narrow(states.acc + r * dim_v_padded, factor * inverse_sum(state), p.head_dim_v,
              at<T>(p.out, u.sequence.q_batch, h, row), p.out.dim);
       *at<A>(p.lse, u.sequence.q_batch, h, row) = lse(state);
+      if (p.lse_error.data) *at<A>(p.lse_error, u.sequence.q_batch, h, row) = lse_error(state);
     }
   }
 

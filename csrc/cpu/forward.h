@@ -124,16 +124,19 @@ template <class T> class Forward {
     }
   }
 
-  // out and lse of a unit's rows. Overwrites l by the factor from acc to out.
+  // out, lse and lse_error of a unit's rows. Overwrites l by the factor from acc to out.
   void finish(const Unit& u, const Workspace& w, const RowStates<A>& states) const {
     for (int64_t i = 0; i < u.queries; i += V::lanes) {
       State<V> state{V::load(states.m + i), V::load(states.l + i)};
       V factor(A(1));
       if (p.sinks.data) factor = merge(state, State<V>{V(p.sinks.at<A>(u.h)), V(A(1))}).into;
       (factor * inverse_sum(state)).store(states.l + i);
-      V lse_lanes = lse(state);
-      for (int64_t lane = 0; lane < min(V::lanes, u.queries - i); lane++)
-        *at<A>(p.lse, u.sequence.q_batch, u.h, u.sequence.q_row + u.i0 + i + lane) = lse_lanes.v[lane];
+      auto store_lanes = [&](const Tensor4& to, V x) {
+        for (int64_t lane = 0; lane < min(V::lanes, u.queries - i); lane++)
+          *at<A>(to, u.sequence.q_batch, u.h, u.sequence.q_row + u.i0 + i + lane) = x.v[lane];
+      };
+      store_lanes(p.lse, lse(state));
+      if (p.lse_error.data) store_lanes(p.lse_error, lse_error(state));
     }
     for (int64_t i = 0; i < u.queries; i += panel)
       transpose(states.acc + i * dim_v_padded, panel, dim_v_padded, panel, w.o_rows + i * dim_v_padded, dim_v_padded);
