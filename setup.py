@@ -60,7 +60,7 @@ def library(name: str, *sources: str, **options: object) -> Extension:
 
 
 def cpu_library() -> Extension:
-    return library("_C", "ops.cpp", "cpu/*.cpp", extra_compile_args=CXX)
+    return library("_C", "ops/cpu.cpp", "cpu/*.cpp", extra_compile_args=CXX)
 
 
 def cuda_library(home: Path) -> Extension:
@@ -69,7 +69,7 @@ def cuda_library(home: Path) -> Extension:
     folders = home / "lib64", home / "lib", *home.glob("targets/*/lib")
     return library(
         "_CUDA",
-        "ops_cuda.cpp",
+        "ops/cuda.cpp",
         "cuda/**/*.cu",
         extra_compile_args={"cxx": [*CXX, "-DUSE_CUDA"], "nvcc": NVCC},
         extra_link_args=[

@@ -1,12 +1,15 @@
-"""Benchmarks: `python -m bench` lists them."""
+"""Benchmarks and checks. Each module in this folder is a command, `python -m bench NAME`; the rest is in bench/support.
 
-BENCHMARKS = {
-    "throughput": "time of attention beside every peer that is there, and beside what the machine can do",
-    "traffic": "bytes that attention moves: by formula, counted, and measured where something here can measure them",
-    "accuracy": "error against float64 of ours, of every peer that is there, and of two broken recurrences",
-    "recurrence": "the pictures of docs/recurrence.md, from real runs",
-    "kernels": "what the compiler made of the CUDA kernels: registers, spills, instructions for each MMA",
-    "gpu_check": "the whole check of a machine with a GPU",
-    "report": "the latest results as docs/results.md",
+A command has a function main(argv).
+"""
+
+COMMANDS = {
+    "throughput": "Times attention beside every installed peer and beside the limit of the machine",
+    "traffic": "Shows the bytes that attention moves: predicted by formula, counted in the kernels, and measured",
+    "accuracy": "Measures the error against float64 of ours, of every installed peer, and of two broken recurrences",
+    "recurrence": "Draws the pictures of docs/recurrence.md, from real runs",
+    "kernels": "Lists registers, spills and instructions per MMA of the compiled CUDA kernels",
+    "gpu_check": "Checks a machine with a GPU, in one command",
+    "report": "Writes docs/results.md from the latest results",
 }
-"""Modules with main(argv)."""
+"""What each command does: the first line of its docstring and of its --help."""

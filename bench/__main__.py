@@ -1,4 +1,4 @@
-"""The front door: python -m bench NAME [options]."""
+"""Runs a command: python -m bench NAME [options]."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from . import BENCHMARKS
+from . import COMMANDS
 
 
 def main(argv: Sequence[str]) -> None:
-    if argv and argv[0] in BENCHMARKS:
+    if argv and argv[0] in COMMANDS:
         sys.exit(import_module(f"bench.{argv[0]}").main(argv[1:]))
-    print("python -m bench NAME [options]; --help tells a benchmark's options.\n")
-    for name, text in BENCHMARKS.items():
+    print("python -m bench NAME [options]; python -m bench NAME --help lists the options.\n")
+    for name, text in COMMANDS.items():
         print(f"    {name:12}{text}")
     if argv and not argv[0].startswith("-"):
-        raise SystemExit(f"\nno benchmark {argv[0]!r}")
+        raise SystemExit(f"\nno command {argv[0]!r}; the names are {', '.join(COMMANDS)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Error against float64: ours, peers, and two ways to get the recurrence wrong."""
+"""Measures the error against float64 of ours, of every installed peer, and of two broken recurrences."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch import Tensor
 
 from flashsoftmax import State, attention, merge
 
-from . import style
-from .command import Run, markdown_table, parser, table
-from .contenders import DEFAULT, OURS, contenders, naive
-from .shapes import DTYPES, Inputs, Shape
-from .tiled import tiled
+from .support import style
+from .support.command import Run, markdown_table, parser, table
+from .support.contenders import DEFAULT, OURS, contenders, naive
+from .support.shapes import DTYPES, Inputs, Shape
+from .support.tiled import tiled
 
 QUERIES = 64
-"""Enough for the tiled forward."""
+"""Enough queries for the tiled forward: fewer would be a decode."""
 KEYS = 4096
 PEAK = 10.0
-"""How far the largest score stands above the others, where its position is swept."""
+"""How far the largest score stands above the others while its position is swept."""
 
 Pair = tuple[Tensor, Tensor]
-"""out and lse of some of the keys."""
+"""out and lse of a part of the keys."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Sweep:
 
 KEYS_SWEEP = Sweep("keys", "keys", (128, 512, 2048, 8192, 32768, 131072), (128, 2048, 8192))
 DEVIATION = Sweep("deviation", "standard deviation of the scores", (1, 2, 5, 10, 20, 50, 100), (1, 10, 100))
-POSITION = Sweep("position", "where the largest score lies, of the keys", (0, 0.25, 0.5, 0.75, 1), (0, 0.5, 1))
+POSITION = Sweep("position", "relative position of the largest score", (0, 0.25, 0.5, 0.75, 1), (0, 0.5, 1))
 LEVEL = Sweep(
     "level",
     "mean of the scores",
@@ -50,7 +50,7 @@ LEVEL = Sweep(
     (-150, -100, -60, 0, 150),
 )
 SPLITS = Sweep("splits", "splits of 65,536 keys", (1, 2, 4, 8, 16, 32, 64), (1, 8, 64))
-ORDER = Sweep("order", "states that are merged", (2, 4, 8, 16, 32, 64, 128), (2, 16, 64))
+ORDER = Sweep("order", "number of merged states", (2, 4, 8, 16, 32, 64, 128), (2, 16, 64))
 INPUTS = (KEYS_SWEEP, DEVIATION, POSITION, LEVEL)
 MERGES = (SPLITS, ORDER)
 
@@ -62,12 +62,12 @@ def shape_of(sweep: Sweep, x: float) -> Shape:
 
 
 def inputs_of(sweep: Sweep, x: float, shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    """Normal scores of deviation 1, and what the sweep makes of them."""
+    """Inputs whose scores are normal with deviation 1, changed as the sweep asks."""
     inputs = shape.inputs(torch.float32, device)
     query, key = inputs.query, inputs.key
     if sweep is DEVIATION:
         query *= x
-    if sweep in (POSITION, LEVEL):  # the first element of a key is added to its scores
+    if sweep in (POSITION, LEVEL):  # makes the first element of a key an offset of the key's scores
         query[..., 0] = shape.dim**0.5
         key[..., 0] = x if sweep is LEVEL else 0
     if sweep is POSITION:
@@ -76,13 +76,13 @@ def inputs_of(sweep: Sweep, x: float, shape: Shape, dtype: torch.dtype, device: 
 
 
 def recurrences(inputs: Inputs, shape: Shape) -> dict[str, Callable[[], Tensor]]:
-    """The tiled recurrence with its two mistakes."""
+    """The tiled recurrence, with each of two mistakes."""
     attend = partial(tiled, *inputs[:3], shape)
     return {"m from 0": partial(attend, first_m=0.0), "acc not rescaled": partial(attend, rescale_acc=False)}
 
 
 def orders(pairs: Sequence[Pair], values: Sequence[Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """States that disjoint keys left, merged in several orders. All but the last round each step to the dtype."""
+    """States of disjoint keys, merged in several orders. All but the last round every merge to the dtype."""
 
     def both(a: Pair, b: Pair) -> Pair:
         return merge([a[0], b[0]], [a[1], b[1]])
@@ -109,7 +109,7 @@ def orders(pairs: Sequence[Pair], values: Sequence[Tensor]) -> dict[str, Callabl
 
 
 def calls(sweep: Sweep, x: float, shape: Shape, inputs: Inputs, device: str) -> Iterator[tuple[str, Tensor]]:
-    """Each contender's output."""
+    """The output of each contender."""
     query, key, value, _ = inputs
     if sweep is ORDER:
         chunks = list(zip(key.chunk(int(x), 2), value.chunk(int(x), 2), strict=True))
@@ -128,7 +128,7 @@ def calls(sweep: Sweep, x: float, shape: Shape, inputs: Inputs, device: str) -> 
 
 
 def measure(sweep: Sweep, x: float, dtype: str, device: str) -> Iterator[dict[str, Any]]:
-    """An error is None where the output is not finite."""
+    """The largest and the RMS error of each contender; None if its output is not finite."""
     shape = shape_of(sweep, x)
     inputs = inputs_of(sweep, x, shape, DTYPES[dtype], device)
     exact = naive(inputs.query.double(), inputs.key.double(), inputs.value.double(), shape)
@@ -176,7 +176,7 @@ def looks(sweep: Sweep) -> dict[str, tuple[str, str]]:
 
 
 def worst(results: Sequence[Mapping[str, Any]], sweeps: Sequence[Sweep]) -> tuple[list[str], list[list[str]]]:
-    """The largest error over each sweep: a header, and a row for each sweep and dtype."""
+    """The largest error of each sweep: a header, and a row per sweep and dtype."""
     found: dict[tuple[str, str], dict[str, list[float | None]]] = {}
     for sweep in sweeps:
         for r in results:
@@ -191,7 +191,7 @@ def worst(results: Sequence[Mapping[str, Any]], sweeps: Sequence[Sweep]) -> tupl
 
 
 def draw(axes: Axes, sweep: Sweep, results: Sequence[Mapping[str, Any]]) -> None:
-    """Errors over what is swept; a cross where the output is not finite."""
+    """Plots errors over the swept value, with a cross where the output is not finite."""
     highest = max((r["largest"] for r in results if r["largest"] is not None), default=1.0)
     unit = torch.finfo(DTYPES[results[0]["dtype"]]).eps / 2
     axes.axhline(unit, color=style.TEXT, linestyle=(0, (1, 2)), linewidth=1)
@@ -210,7 +210,7 @@ def draw(axes: Axes, sweep: Sweep, results: Sequence[Mapping[str, Any]]) -> None
 
 
 def picture(sweeps: Sequence[Sweep], results: Sequence[Mapping[str, Any]], machine: str, path: Path) -> None:
-    """A row for each sweep, a column for each dtype."""
+    """A row of panels per sweep, a column per dtype."""
     dtypes = list(dict.fromkeys(r["dtype"] for r in results))
     caption = f"largest error as a share of the largest value; dotted: half a rounding unit; x: NaN. {machine}"
     with style.picture(path, len(sweeps), len(dtypes), caption) as (_, grid):
@@ -229,7 +229,7 @@ def picture(sweeps: Sequence[Sweep], results: Sequence[Mapping[str, Any]], machi
 
 
 def page(record: Mapping[str, Any]) -> Iterator[str]:
-    """Of the report."""
+    """The part of docs/results.md about accuracy."""
     yield from markdown_table(*worst(record["results"], (*INPUTS, SPLITS)), left=2)
     yield ""
     yield from markdown_table(*worst(record["results"], (ORDER,)), left=2)
@@ -253,7 +253,7 @@ def main(argv: Sequence[str]) -> None:
     merges = path.with_name(f"{path.name}-merge")
     picture(INPUTS, results, str(run.machine), path)
     picture(MERGES, results, str(run.machine), merges)
-    run.say("the largest error over each sweep, as a share of the largest value")
+    run.say("the largest error of each sweep, as a share of the largest value")
     run.console.print(table(*worst(results, (*INPUTS, SPLITS)), left=2))
     run.console.print(table(*worst(results, (ORDER,)), left=2))
     run.wrote(path, merges)

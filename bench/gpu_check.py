@@ -1,8 +1,8 @@
-"""python bench/gpu_check.py --wheel dist/*.whl: the whole check of a machine with a GPU, in one command.
+"""Checks a machine with a GPU, in one command: python bench/gpu_check.py --wheel dist/*.whl.
 
-Needs no network and no compiler: installs the wheel beside what is there, runs the tests marked cuda, a small set of
-them under compute-sanitizer, and the throughput of prefill, backward and decode. Writes gpu-check.json and
-gpu-check.md.
+Installs the wheel into a temporary folder, then runs the tests marked cuda, the throughput of prefill, backward and
+decode, and some of the tests under compute-sanitizer if it is there. Writes gpu-check.json and gpu-check.md. Needs this
+checkout and the Python packages that the tests import, but no network and no compiler.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 SUITES = ("gpu-prefill", "gpu-backward", "gpu-decode")
 SANITIZED = "all-features or heads-6-2 or decode-lengths or window-8-0"
-"""Cases for compute-sanitizer, which is some hundred times slower."""
+"""The cases for compute-sanitizer, which makes a test about a hundred times slower."""
 
 
 def run(command: Sequence[str], timeout: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Of a step: its command, exit status (None where it ran out of time), seconds and the end of its output."""
+    """Runs a step. Returns its command, exit status, seconds and the end of its output.
+
+    The exit status is None if the step ran out of time or its program was not found.
+    """
     print("$", shlex.join(command), flush=True)
     begin = time.monotonic()
     try:
@@ -64,7 +67,7 @@ def machine(environment: Mapping[str, str]) -> dict[str, Any]:
     )
     step = run([sys.executable, "-c", code], 120, environment)
     if step["status"] != 0:
-        raise SystemExit("flashsoftmax does not load here, or torch sees no GPU")
+        raise SystemExit("flashsoftmax does not import, or torch sees no GPU; the output above says which")
     found: dict[str, Any] = json.loads(step["output"].splitlines()[-1])
     return found
 
@@ -97,7 +100,7 @@ def report(record: Mapping[str, Any]) -> str:
     lines = [
         f"# {found['gpu']}",
         "",
-        f"{found['processors']} processors, {found['memory_gib']} GiB, torch {found['torch']}, {record['date']}.",
+        f"{found['processors']} multiprocessors, {found['memory_gib']} GiB, torch {found['torch']}, {record['date']}.",
         f"`{record['command']}`",
         "",
         *(f"- {name}: {verdict(step)} ({step['seconds']} s)" for name, step in record["steps"].items()),
@@ -108,12 +111,16 @@ def report(record: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wheel", type=Path, required=True, help="of flashsoftmax, built with CUDA")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder of gpu-check.json and gpu-check.md")
-    parser.add_argument("--dtype", default="bfloat16", help="of the throughput, separated by commas")
-    parser.add_argument("--tests", type=float, default=150, help="seconds that the tests may take")
-    parser.add_argument("--throughput", type=float, default=120, help="seconds that the throughput may take")
+    parser = argparse.ArgumentParser(prog="python bench/gpu_check.py", description=__doc__)
+    parser.add_argument("--wheel", type=Path, required=True, help="the wheel of flashsoftmax, built with CUDA")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/gpu"), help="folder of the two files; default: %(default)s"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="for the throughput; default: %(default)s")
+    parser.add_argument("--tests", type=float, default=150, help="seconds for the tests; default: %(default)g")
+    parser.add_argument(
+        "--throughput", type=float, default=120, help="seconds for the throughput; default: %(default)g"
+    )
     options = parser.parse_args(argv)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""python -m bench.kernels: what the compiler made of the CUDA kernels: registers, spills, instructions for each MMA.
+"""Lists registers, spills and instructions per MMA of the compiled CUDA kernels: python -m bench.kernels.
 
-Reads the machine code in the built library, or in the file named. Needs cuobjdump (nvidia-cuda-cuobjdump on PyPI).
+Reads the machine code of the built library or of a given file, with cuobjdump (nvidia-cuda-cuobjdump on PyPI).
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from rich.table import Table
 from flashsoftmax import build
 from flashsoftmax.toolkit import from_pypi
 
-REGISTERS = 65536
-"""Of a multiprocessor, for all its threads."""
-
 
 @dataclass(frozen=True)
 class Kernel:
@@ -31,20 +28,20 @@ class Kernel:
     arch: str
     registers: int
     local_bytes: int
-    """Of memory for a thread: its stack and what was spilled."""
+    """Memory per thread: its stack and spilled registers."""
     loop: tuple[int, int] | None
-    """Instructions and MMAs once around the main loop; None where it has no MMA."""
+    """Instructions and MMAs of one iteration of the main loop; None if the kernel has no MMA."""
 
 
 def cuobjdump() -> str:
-    """The program, of the toolkit or from PyPI."""
+    """Where the program is: on PATH or from PyPI."""
     folders = (home / "bin" for home in from_pypi())
     found = shutil.which("cuobjdump") or next(
         (str(x / "cuobjdump") for x in folders if (x / "cuobjdump").exists()), None
     )
     if found is None:
         raise FileNotFoundError(
-            "no cuobjdump on PATH or from PyPI: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+            "no cuobjdump on PATH or from PyPI; run pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
         )
     return found
 
@@ -54,11 +51,11 @@ def dump(*options: str) -> str:
 
 
 GRADIENTS = ("query", "key", "value", "key and value")
-"""That the kernels of the backward make."""
+"""What a backward kernel makes the gradients of, by its template argument `Wanted`."""
 
 
 def readable(name: str) -> str:
-    """A mangled kernel's name and template arguments."""
+    """The name and template arguments of a kernel, from its mangled name."""
     if not (filt := shutil.which("c++filt")):
         return name
     full = subprocess.run([filt, name], check=True, capture_output=True, text=True).stdout.strip()
@@ -72,9 +69,9 @@ class Instruction:
     address: int
     text: str
     target: int | None
-    """Of a branch."""
+    """Where a branch goes; None if this is no branch."""
     falls: bool
-    """Whether the next one may follow."""
+    """Whether execution may go on with the next instruction."""
 
 
 def instructions(code: str) -> list[Instruction]:
@@ -89,7 +86,7 @@ def instructions(code: str) -> list[Instruction]:
 
 
 def order_from(begin: int, following: Sequence[Sequence[int]]) -> list[int]:
-    """What can follow `begin`, each before what follows it but for the ends of loops."""
+    """The instructions that `begin` can reach, in topological order if the back edges of loops are left out."""
     seen, order = {begin}, []
     stack = [(begin, iter(following[begin]))]
     while stack:
@@ -105,9 +102,10 @@ def order_from(begin: int, following: Sequence[Sequence[int]]) -> list[int]:
 
 
 def main_loop(code: str) -> tuple[int, int] | None:
-    """Of one kernel's machine code: instructions and MMAs once around the loop with the most MMAs.
+    """Instructions and MMAs of one iteration of the main loop, from the machine code of a kernel.
 
-    On the way with the most MMAs and asynchronous copies, and of these the shortest: that of a tile without a mask.
+    The main loop is the one with the most MMAs. Its path with the most MMAs and asynchronous copies counts, and among
+    equals the shortest: that is the path of a tile without a mask.
     """
     listing = instructions(code)
     at = {instruction.address: i for i, instruction in enumerate(listing)}
@@ -120,7 +118,7 @@ def main_loop(code: str) -> tuple[int, int] | None:
     for begin in begins:
         order = order_from(begin, following)
         place = {node: n for n, node in enumerate(order)}
-        # MMAs, asynchronous copies, and less than 0 for instructions, on the best way from begin to a node.
+        # (MMAs, asynchronous copies, -instructions) of the best path from begin to each node.
         best: dict[int, tuple[int, int, int]] = {begin: (0, 0, 0)}
         for node in order:
             mmas, copies, size = best[node]
@@ -153,7 +151,7 @@ def rows(found: Sequence[Kernel]) -> Iterator[list[str]]:
         yield [kernel.name, kernel.arch, f"{kernel.registers}", f"{kernel.local_bytes}", *loop]
 
 
-HEADERS = ["kernel", "arch", "registers", "local bytes", "loop", "its MMAs", "others for each"]
+HEADERS = ["kernel", "arch", "registers", "local bytes", "loop instructions", "of them MMAs", "others per MMA"]
 
 
 def markdown(found: Sequence[Kernel]) -> str:
@@ -163,12 +161,14 @@ def markdown(found: Sequence[Kernel]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
-    parser.add_argument("--library", type=Path, default=build.library("_CUDA"), help="default: the installed one")
-    parser.add_argument("--arch", default="sm_80,sm_90", help="separated by commas")
+    parser.add_argument("--library", type=Path, default=build.library("_CUDA"), help="default: the installed library")
+    parser.add_argument(
+        "--arch", default="sm_80,sm_90", help="architectures, separated by commas; default: %(default)s"
+    )
     parser.add_argument("--out", type=Path, help="folder for kernels.md")
     options = parser.parse_args(argv)
     if options.library is None:
-        parser.error(f"no CUDA kernels to look at: {build.cuda_reason()}")
+        parser.error(f"no CUDA kernels to read: {build.cuda_reason()}")
     found = [kernel for arch in options.arch.split(",") for kernel in kernels(options.library, arch)]
     table = Table(*HEADERS, box=box.SIMPLE_HEAD)
     for row in rows(found):
@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         command = "python -m bench.kernels --out docs"
         (options.out / "kernels.md").write_text(
-            f"# What the compiler made of the kernels\n\n`{command}`\n\n{markdown(found)}"
+            f"# Registers and instructions of the CUDA kernels\n\n`{command}`\n\n{markdown(found)}"
         )
     return int(any(kernel.local_bytes for kernel in found))
 

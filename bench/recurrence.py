@@ -1,4 +1,4 @@
-"""The pictures of docs/recurrence.md, each from a run of what it shows."""
+"""Draws the pictures of docs/recurrence.md, from real runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from flashsoftmax import attention, merge
 
-from . import style
-from .command import Run, parser
-from .tiled import steps
+from .support import style
+from .support.command import Run, parser
+from .support.tiled import steps
 
 TILE = 8
 
 
 def rising(tiles: int) -> Tensor:
-    """Scores of one row, [1, keys], whose maximum rises several times, falls and rises again."""
+    """Scores of one row, [1, keys]: the maximum of a tile rises several times, falls and rises again."""
     torch.manual_seed(3)
     keys = tiles * TILE
     hills = 2.5 * torch.sin(torch.arange(keys) / 13.0) + torch.arange(keys) / 30.0
@@ -28,7 +28,7 @@ def rising(tiles: int) -> Tensor:
 
 
 def state(path: Path) -> None:
-    """m, the factor, l and one element of the output after each tile."""
+    """m, the factor, l and one element of the output, after each tile."""
     tiles = 12
     scores, values = rising(tiles), torch.randn(tiles * TILE, 4)
     right, behind = (list(steps(scores, values, TILE, rescale_acc=rescale)) for rescale in (True, False))
@@ -37,7 +37,7 @@ def state(path: Path) -> None:
     with style.picture(path, 2, 2, "one row, 12 tiles of 8 keys", size=(4.6, 2.3)) as (_, grid):
         (scores_axes, factor_axes), (sum_axes, output_axes) = grid
         scores_axes.plot(range(tiles * TILE), scores[0], color=style.PEER, marker=".", linestyle="none")
-        # m of a tile holds for its keys
+        # Each m is drawn over the keys of its tile.
         m = [step.m.item() for step in right]
         scores_axes.step([0, *after], [m[0], *m], where="pre", color=style.OURS)
         scores_axes.set_title("scores, and m after each tile", loc="left")
@@ -59,7 +59,7 @@ def state(path: Path) -> None:
 
 
 def orders(path: Path) -> None:
-    """Factors where the largest score comes first, in the middle, and last."""
+    """The factors if the largest score comes first, in the middle, or last."""
     tiles = 12
     scores = torch.sort(rising(tiles)[0]).values
     falling = scores.flip(0)
@@ -77,7 +77,7 @@ def orders(path: Path) -> None:
 
 
 def masked(path: Path) -> None:
-    """Causal attention of 12 queries on 8 keys: the first four see none."""
+    """Causal attention of 12 queries on 8 keys: the first four queries see no key."""
     torch.manual_seed(0)
     queries, keys = 12, 8
     query, key, value = (torch.randn(1, 1, n, 16) for n in (queries, keys, keys))
@@ -109,7 +109,7 @@ def masked(path: Path) -> None:
 
 
 def tree(path: Path) -> None:
-    """Eight parts of the keys, by the kernels of this machine, and their merge."""
+    """Attention over eight parts of the keys, computed by the kernels of this machine, and the merge of the parts."""
     torch.manual_seed(1)
     query, key, value = torch.randn(1, 1, 1, 32), torch.randn(1, 1, 1024, 32), torch.randn(1, 1, 1024, 32)
     whole, whole_lse = attention(query, key, value, return_lse=True)
@@ -145,7 +145,7 @@ def tree(path: Path) -> None:
 
 
 def zero(path: Path) -> None:
-    """m that starts at 0: scores far below it have no weight that float32 can hold."""
+    """The error if m starts at 0: the weights of scores far below 0 underflow in float32."""
     torch.manual_seed(2)
     scores, values = torch.randn(64, 1024), torch.randn(1024, 16)
     means = [-float(x) for x in range(0, 121, 3)]

@@ -1,4 +1,4 @@
-"""The latest results as a page: reads the records in a folder, writes FOLDER.md beside it."""
+"""Writes docs/results.md from the latest results: reads the records in a folder, and writes FOLDER.md beside it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import accuracy, throughput_result, traffic
-from .command import Run, parser
+from . import accuracy, traffic
+from .support import throughput_result
+from .support.command import Run, parser
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of the page: the records whose file names begin like that."""
+    """A part of the page, for the records whose file names begin with `begin`."""
 
     begin: str
     title: str
@@ -26,33 +27,43 @@ class Part:
 
 
 PARTS = (
-    Part("throughput", "Throughput, measured", "Medians of rounds in which all take turns.", throughput_result.page),
+    Part(
+        "throughput",
+        "Throughput, measured",
+        "Medians over rounds. Each round times every contender once, in random order.",
+        throughput_result.page,
+    ),
     Part(
         "traffic-model",
         "Traffic, predicted",
-        "Bytes of a call, each byte once a kernel, by the formulas of [traffic_model.py](../bench/traffic_model.py). "
-        '"asked" is what all threads ask for; caches serve most of it. The floor is the larger of bytes / bandwidth '
-        "and FLOP / peak, kernel after kernel.",
+        "Bytes per call, by the formulas of [traffic_model.py](../bench/support/traffic_model.py). Every byte counts "
+        'once per kernel. "Asked" is the sum over what all threads ask for; caches serve most of it. The floor is a '
+        "time: the larger of bytes / bandwidth and FLOP / peak, added up over the kernels.",
         traffic.model_page,
     ),
     Part(
         "traffic-roofs",
-        "What the predictions take machines to be",
-        "GPUs by their data sheets, without sparsity; the CPU measured.",
+        "Machines, as the predictions assume them",
+        "GPUs by their data sheets, without sparsity. The CPU was measured.",
         traffic.roofs_page,
     ),
     Part(
         "traffic-counted",
         "Traffic, counted",
-        "The PTX of the real kernels, executed by an interpreter on the CPU that counts what threads read and write.",
+        "An interpreter on the CPU executes the PTX of the CUDA kernels, and counts what the threads read and write.",
         traffic.counted_page,
     ),
-    Part("traffic-cpu", "Memory, measured", "What a call took beside its inputs.", traffic.measured_page),
-    Part("traffic-cuda", "Memory and DRAM, measured", "What a call took beside its inputs.", traffic.measured_page),
+    Part("traffic-cpu-measured", "Memory, measured", "Memory of a call beyond its inputs.", traffic.measured_page),
+    Part(
+        "traffic-cuda-measured",
+        "Memory and DRAM, measured",
+        "Bytes of a call beyond its inputs.",
+        traffic.measured_page,
+    ),
     Part(
         "accuracy",
         "Accuracy, measured",
-        "The largest error against float64 as a share of the largest value, the worst of each sweep. "
+        "The largest error against float64, as a share of the largest value, over each sweep. "
         '"m from 0" and "acc not rescaled" are mistakes that the recurrence avoids: [recurrence.md](recurrence.md).',
         accuracy.page,
     ),
@@ -82,7 +93,8 @@ def report(folder: Path) -> str:
     lines = [
         "# Results\n",
         f"Written by `python -m bench report` from the records in [{folder.name}]({folder.name}). "
-        "What is predicted says so; all else was measured or counted where its section says.\n",
+        "Each title says whether the figures were predicted, counted or measured. The text below it says when, by "
+        "which command and on which machine.\n",
     ]
     for part in PARTS:
         for path in sorted(folder.glob(f"{part.begin}*.json")):

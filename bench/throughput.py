@@ -1,20 +1,20 @@
-"""Time of attention, beside peers and beside what the machine can do."""
+"""Times attention beside every installed peer and beside the limit of the machine."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from .check import check
-from .command import Run, names, parser
-from .contenders import contenders
-from .limits import limit
-from .shapes import DTYPES, SUITES, Shape
-from .throughput_result import UNITS, Result, closing, picture, table
-from .timing import interleaved
+from .support.check import check
+from .support.command import Run, names, parser
+from .support.contenders import contenders
+from .support.limits import limit
+from .support.shapes import DTYPES, SUITES, Shape
+from .support.throughput_result import UNITS, Result, closing, picture, table
+from .support.timing import interleaved
 
 KV_BYTES = 2**32
-"""Shapes with more in keys and values are left out."""
+"""Shapes with more bytes of keys and values are left out."""
 
 Case = tuple[Shape, str]
 
@@ -47,12 +47,12 @@ def measure(suite: str, case: Case, device: str, rounds: int) -> Result:
 
 
 def check_all(chosen: Sequence[Case], run: Run) -> float:
-    """The largest error, as a share of what is allowed; stops where one is larger."""
+    """The largest error as a share of the allowed error. Exits at the first error that is larger than allowed."""
     largest = 0.0
     for shape, dtype in run.track("checking", chosen, described):
         share = check(shape, shape.inputs(DTYPES[dtype], run.options.device))
         if not share <= 1:
-            raise SystemExit(f"wrong: {dtype} {shape}: {share:.2f} x the error that is allowed")
+            raise SystemExit(f"wrong: {dtype} {shape}: the error is {share:.2f} x the allowed error")
         largest = max(largest, share)
     return largest
 
@@ -63,15 +63,19 @@ def described(case: Case) -> str:
 
 def main(argv: Sequence[str]) -> None:
     options = parser("throughput")
-    options.add_argument("--suite", type=names(list(SUITES)), help=",".join(SUITES))
-    options.add_argument("--rounds", type=int, default=7, help="of which the median counts")
+    options.add_argument(
+        "--suite", type=names(list(SUITES)), help=f"some of {','.join(SUITES)}; default: prefill,backward,decode"
+    )
+    options.add_argument(
+        "--rounds", type=int, default=7, help="rounds of timing, of which the median counts; default: %(default)s"
+    )
     run = Run.start(options, argv)
     device, dtypes, rounds = run.options.device, run.options.dtype, run.options.rounds
     chosen = run.options.suite or (["quick"] if run.options.quick else ["prefill", "backward", "decode"])
     suites = {suite: cases(suite, dtypes) for suite in chosen}
     everything = [case for suite in suites.values() for case in suite]
     largest = check_all(everything, run)
-    run.say(f"correct in all {len(everything)} cases: the largest error is {largest:.2f} of what is allowed")
+    run.say(f"correct in all {len(everything)} cases: the largest error is {largest:.2f} of the allowed error")
     run.say(f"median of {rounds} rounds")
     for name, suite in suites.items():
         results = [measure(name, case, device, rounds) for case in run.track("measuring", suite, described)]

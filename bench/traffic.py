@@ -1,4 +1,4 @@
-"""Bytes that attention moves: by formula, counted in the kernels, and measured."""
+"""Shows the bytes that attention moves: predicted by formula, counted in the kernels, and measured."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from . import counted, style, watched
-from .command import Run, markdown_table, number, parser, size, table
-from .contenders import DEFAULT, OURS
-from .once import task
-from .roofs import GPUS, Roof, this_cpu
-from .shapes import DTYPES, Shape
-from .traffic_model import PIPELINES, Kernel
+from .support import counted, style, watched
+from .support.command import Run, markdown_table, number, parser, size, table
+from .support.contenders import DEFAULT, OURS
+from .support.once import task
+from .support.roofs import GPUS, Roof, this_cpu
+from .support.shapes import DTYPES, Shape
+from .support.traffic_model import PIPELINES, Kernel
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 DIMS = (64, 128)
@@ -57,7 +57,7 @@ def predicted(
         "flops": flops,
         "flop_per_byte": intensity,
         **{f"{roof.name} bound by": roof.side(intensity, dtype) for roof in roofs},
-        # Kernels follow each other.
+        # Kernels run one after another, so their times add up.
         **{f"{roof.name} floor, s": sum(roof.floor(k.distinct, k.flops, dtype) for k in kernels) for roof in roofs},
     }
 
@@ -70,7 +70,7 @@ def model(dtypes: Sequence[str], lengths: Sequence[int], roofs: Sequence[Roof]) 
 
 
 def measure(run: Run, dtype: str) -> list[dict[str, Any]]:
-    """Peak memory, and bytes by the counters that can be read here."""
+    """Peak memory, and bytes from the counters that can be read on this machine."""
     device = run.options.device
     lengths = MEASURED_LENGTHS[:2] if run.options.quick else MEASURED_LENGTHS
     shapes = [Shape("forward", 1, 1, 1, length, length, 64) for length in lengths]
@@ -95,14 +95,15 @@ def measure(run: Run, dtype: str) -> list[dict[str, Any]]:
 def model_rows(
     results: Sequence[Mapping[str, Any]], lengths: Sequence[int], dims: Sequence[int] = DIMS
 ) -> tuple[list[str], list[list[str]]]:
-    """All of it predicted."""
+    """The table of predictions."""
     roofs = [key.removesuffix(" bound by") for key in results[0] if key.endswith(" bound by")]
-    header = ["predicted", "dtype", "heads q/kv", "dim", "tokens", "unfused", "two-pass", "ours", ""]
-    header += ["ours, asked", "FLOP/byte unfused", "ours", "ours is bound by", "H200 floor, unfused", "ours"]
+    header = ["predicted", "dtype", "heads q/kv", "dim", "tokens", "unfused", "two-pass", "ours"]
+    header += ["unfused / ours", "ours, asked", "FLOP/byte, unfused", "FLOP/byte, ours", "ours is limited by"]
+    header += ["H200 floor, unfused", "H200 floor, ours"]
     rows = []
     count = len(PIPELINES)
     for at in range(0, len(results), count):
-        apart, two, fused = results[at : at + count]
+        unfused, two_pass, fused = results[at : at + count]
         if fused["keys"] not in lengths or fused["dim"] not in dims:
             continue
         by_memory = [roof for roof in roofs if fused[f"{roof} bound by"] == "memory"]
@@ -114,15 +115,15 @@ def model_rows(
                 f"{fused['heads']}/{fused['heads_kv']}",
                 f"{fused['dim']}",
                 f"{fused['keys']:,}",
-                size(apart["distinct_bytes"]),
-                size(two["distinct_bytes"]),
+                size(unfused["distinct_bytes"]),
+                size(two_pass["distinct_bytes"]),
                 size(fused["distinct_bytes"]),
-                f"{number(apart['distinct_bytes'] / fused['distinct_bytes'])}x",
+                f"{number(unfused['distinct_bytes'] / fused['distinct_bytes'])}x",
                 size(fused["asked_bytes"]),
-                number(apart["flop_per_byte"]),
+                number(unfused["flop_per_byte"]),
                 number(fused["flop_per_byte"]),
                 by,
-                duration(apart["H200 floor, s"]),
+                duration(unfused["H200 floor, s"]),
                 duration(fused["H200 floor, s"]),
             ]
         )
@@ -134,14 +135,14 @@ def duration(seconds: float) -> str:
 
 
 def measured_rows(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Bytes beside the inputs: a row for each shape, a column for each contender. What is absent has no row."""
+    """Bytes beyond the inputs: a row per shape, a column per contender. What could not be measured has no row."""
     found: dict[tuple[str, str, str], dict[str, str]] = {}
     for r in results:
         if r["bytes"] is not None:
             key = (r["what"], r["kind"], f"{r['queries']} x {r['keys']}")
             found.setdefault(key, {})[r["contender"]] = size(r["bytes"])
     rows = [[*key, *(row.get(name, "") for name in MEASURED)] for key, row in found.items()]
-    return ["measured", "", "queries x keys", *MEASURED], rows
+    return ["measured", "kind", "queries x keys", *MEASURED], rows
 
 
 def absent(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -163,7 +164,7 @@ def draw_bytes(axes: Axes, results: Sequence[Mapping[str, Any]], kind: str) -> N
 
 
 def draw_roofs(axes: Axes, results: Sequence[Mapping[str, Any]], roofs: Sequence[Roof], dtype: str) -> None:
-    """Attainable rate over intensity; the cases stand on the roof of the H200."""
+    """Plots the attainable rate over FLOP per byte; the cases are marked on the roof of the H200."""
     xs = [2.0**x for x in range(-1, 18)]
     named: dict[float, list[str]] = {}
     for roof in roofs:
@@ -184,22 +185,22 @@ def draw_roofs(axes: Axes, results: Sequence[Mapping[str, Any]], roofs: Sequence
     axes.set_xscale("log", base=10)
     axes.set_yscale("log", base=10)
     axes.set_title("roofs and ridges; circles full, squares decode", loc="left")
-    axes.set_xlabel("FLOP a byte")
+    axes.set_xlabel("FLOP per byte")
     axes.set_ylabel("TFLOP/s")
 
 
 def model_picture(results: Sequence[Mapping[str, Any]], roofs: Sequence[Roof], dtype: str, path: Path) -> None:
     some = [r for r in results if r["dtype"] == dtype and r["dim"] == 128 and r["heads_kv"] == 8]
-    caption = f"{dtype}, 32 heads on 8, dim 128. Predicted, by formula; lines count each byte once a kernel"
+    caption = f"{dtype}, 32 heads on 8, dim 128. Predicted, by formula; solid lines count each byte once per kernel"
     with style.picture(path, 2, 2, caption, size=(4.8, 2.7)) as (figure, grid):
         for axes, kind in zip((grid[0][0], grid[0][1], grid[1][0]), ("full", "windowed", "decode"), strict=True):
             draw_bytes(axes, some, kind)
         draw_roofs(grid[1][1], some, roofs, dtype)
-        style.legend(figure, {**LOOKS, "all that is asked for": (style.TEXT, (0, (1, 1.5)))})
+        style.legend(figure, {**LOOKS, "asked by all threads": (style.TEXT, (0, (1, 1.5)))})
 
 
 def measured_picture(results: Sequence[Mapping[str, Any]], machine: str, path: Path) -> None:
-    """Peak memory, which is always there, of the forward."""
+    """Plots the peak memory of the forward."""
     looks: dict[str, tuple[str, Any]] = dict(zip(MEASURED, ((c, "-") for c in COLORS), strict=True))
     some = [r for r in results if r["kind"] == "forward" and r["what"] == "peak memory" and r["bytes"]]
     with style.picture(path, 1, 1, f"measured: {machine}", size=(7, 3)) as (_, ((axes,),)):
@@ -210,7 +211,7 @@ def measured_picture(results: Sequence[Mapping[str, Any]], machine: str, path: P
         style.powers(axes, {r["keys"] for r in some})
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda x, _: size(x * 2**20))
-        axes.set_title(f"peak memory beside the inputs, {results[0]['dtype']}, 1 head, dim 64", loc="left")
+        axes.set_title(f"peak memory beyond the inputs, {results[0]['dtype']}, 1 head, dim 64", loc="left")
         axes.set_xlabel("tokens")
         style.legend(axes, looks)
 
@@ -224,13 +225,13 @@ def roof_lines(roofs: Sequence[Roof], dtypes: Sequence[str]) -> Iterator[str]:
 
 
 def model_page(record: Mapping[str, Any]) -> Iterator[str]:
-    """Of the report, as all that follow."""
+    """A part of docs/results.md, as are the pages below."""
     some = [r for r in record["results"] if r["dtype"] == "bfloat16"] or record["results"]
     yield from markdown_table(*model_rows(some, (2048, 8192, 131072), dims=(128,)))
 
 
 def roofs_page(record: Mapping[str, Any]) -> Iterator[str]:
-    header = ["", "dtype", "GB/s", "TFLOP/s", "ridge, FLOP/byte", "source"]
+    header = ["machine", "dtype", "GB/s", "TFLOP/s", "ridge, FLOP/byte", "source"]
     rows = [
         [r["name"], r["dtype"], number(r["bandwidth"] / 1e9), number(r["peak"] / 1e12), number(r["ridge"]), r["source"]]
         for r in record["results"]

@@ -67,6 +67,20 @@ def device(request):
     yield torch.device(request.param)
 
 
+def pytest_collection_modifyitems(config, items):
+    """A module's on_interpreter(**parameters) says which of its tests the interpreter runs too: it is slow."""
+
+    def is_wanted(item):
+        parameters = getattr(item, "callspec", None) and item.callspec.params
+        if not parameters or parameters.get("device") != "interpreted" or not hasattr(item.module, "on_interpreter"):
+            return True
+        return item.module.on_interpreter(**parameters)
+
+    wanted = [item for item in items if is_wanted(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
+    items[:] = wanted
+
+
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def dtype(request):
     return request.param

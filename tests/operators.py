@@ -4,18 +4,7 @@ import torch
 from torch import Tensor
 
 from cases import LAYOUTS
-
-TENSORS = ("attn_mask", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_table")
-NUMBERS = (
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "scale",
-    "softcap",
-    "window_left",
-    "window_right",
-    "q_offset",
-    "split_size",
-)
+from flashsoftmax.library import ARGUMENTS
 
 
 def integers(*values, dtype=torch.int32) -> Tensor:
@@ -30,25 +19,26 @@ def attention(kind: str = "dense", layout: str = "contiguous", **options) -> dic
         LAYOUTS[layout](torch.randn(shape))
         for shape in ((batch, 4, rows, 8), (kv_batch, 2, keys, 8), (kv_batch, 2, keys, 6))
     )
-    defaults = dict.fromkeys(TENSORS + NUMBERS) | {
-        "max_seqlen_q": 5,
-        "max_seqlen_k": 9,
-        "scale": 0.3,
-        "softcap": 0.0,
-    }
+    values = dict.fromkeys(ARGUMENTS["attention"])
+    values |= {"query": query, "key": key, "value": value}
+    values |= {"max_seqlen_q": 5, "max_seqlen_k": 9, "scale": 0.3, "softcap": 0.0}
     if kind == "varlen":
-        defaults |= {"cu_seqlens_q": integers(0, 5, 9), "cu_seqlens_k": integers(0, 4, 9)}
+        values |= {"cu_seqlens_q": integers(0, 5, 9), "cu_seqlens_k": integers(0, 4, 9)}
     if kind == "paged":
-        defaults |= {"block_table": integers([2, 0, 3], [1, 2, -1]), "kv_lens": integers(9, 5)}
-    return {"query": query, "key": key, "value": value} | defaults | options
+        values |= {"block_table": integers([2, 0, 3], [1, 2, -1]), "kv_lens": integers(9, 5)}
+    return values | options
 
 
 def attention_backward(
-    forward: dict, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+    forward: dict,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    lse_error: Tensor | None = None,
 ) -> dict:
     """Of the operator attention_backward, after a forward of these arguments."""
-    inputs = {name: forward[name] for name in ("query", "key", "value")}
-    rest = {name: forward[name] for name in TENSORS[:-1] + NUMBERS[:-1]}
     mask = forward["attn_mask"]
-    mask_grad = {"mask_grad": mask is not None and mask.is_floating_point()}
-    return {"grad_out": grad_out, "grad_lse": grad_lse} | inputs | {"out": out, "lse": lse} | rest | mask_grad
+    values = forward | {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse, "lse_error": lse_error}
+    values |= {"mask_grad": mask is not None and mask.is_floating_point()}
+    return {name: values[name] for name in ARGUMENTS["attention_backward"]}

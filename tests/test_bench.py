@@ -11,8 +11,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from bench import check, timing
-from bench.shapes import SUITES, Shape, decode, square
+from bench.support import check, timing
+from bench.support.shapes import SUITES, Shape, decode, square
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""The front door, the small benchmarks, the report, and the page about the recurrence."""
+"""The list of commands, the small benchmarks, the report, and the links of the documentation."""
 
 import json
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,31 @@ sys.path.append(str(ROOT))
 
 pytest.importorskip("matplotlib")  # before what needs it
 
-from bench import BENCHMARKS, accuracy, recurrence, report  # noqa: E402
+from bench import COMMANDS, accuracy, recurrence, report  # noqa: E402
 from bench.__main__ import main  # noqa: E402
-from bench.tiled import steps  # noqa: E402
+from bench.support.tiled import steps  # noqa: E402
 
 
-def test_front_door_lists_all(capsys):
+def test_every_module_at_the_top_is_a_command():
+    modules = {path.stem for path in (ROOT / "bench").glob("*.py")}
+    assert modules - {"__init__", "__main__"} == set(COMMANDS)
+
+
+def test_commands_are_listed(capsys):
     main([])
     said = capsys.readouterr().out
-    assert all(name in said for name in BENCHMARKS)
-    with pytest.raises(SystemExit, match="no benchmark 'speed'"):
+    assert all(name in said and text in said for name, text in COMMANDS.items())
+    with pytest.raises(SystemExit, match="no command 'speed'"):
         main(["speed"])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_a_command_does(name, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([name, "--help"])
+    assert exit.value.code == 0
+    assert COMMANDS[name] in " ".join(capsys.readouterr().out.split())
+    assert import_module(f"bench.{name}").__doc__.startswith(COMMANDS[name])
 
 
 def test_tiles_are_attention_and_the_mistakes_are_not():
@@ -82,9 +97,22 @@ def test_pictures_of_the_recurrence(tmp_path, capsys):
     assert shown == {path.stem for path in tmp_path.glob("*.svg")}
 
 
-def test_page_links_the_lines_that_it_names():
-    links = re.findall(r"\[`([^`]+)`\]\((\.\./[^)#]+)#L(\d+)\)", (ROOT / "docs/recurrence.md").read_text())
-    assert len(links) >= 9
-    for text, path, number in links:
-        line = (ROOT / "docs" / path).read_text().splitlines()[int(number) - 1]
-        assert text in line, f"{path}:{number} is {line!r}"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_what_they_name(page):
+    """A link names a file and no line. If its text is a name in backquotes, the file defines that name."""
+    for text, path in re.findall(r"\[([^]]*)\]\(([^)]+)\)", page.read_text()):
+        if path.startswith("https://"):
+            continue
+        target = page.parent / path
+        assert "#" not in path and target.exists(), path
+        if name := re.fullmatch(r"`(\w+)`", text):
+            defined = rf"\b(struct|class|def) {name[1]}\b|\b{name[1]}\("
+            assert re.search(defined, target.read_text()), f"no {text} in {path}"
+
+
+def test_the_recurrence_links_its_functions():
+    links = re.findall(r"\[`(\w+)`\]\(\.\./csrc/softmax\.h\)", (ROOT / "docs/recurrence.md").read_text())
+    assert {"State", "shift", "weight", "raise", "merge", "inverse_sum", "lse", "from_lse"} <= set(links)

@@ -9,11 +9,11 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from bench import counted, watched
-from bench.once import task
-from bench.roofs import GPUS, Roof
-from bench.shapes import Shape
-from bench.traffic_model import PIPELINES, Moved, matmul, ours, split_ranges, two_pass, unfused
+from bench.support import counted, watched
+from bench.support.once import task
+from bench.support.roofs import GPUS, Roof
+from bench.support.shapes import Shape
+from bench.support.traffic_model import PIPELINES, Moved, matmul, ours, split_ranges, two_pass, unfused
 
 BF16 = torch.bfloat16
 MIB = 2**20

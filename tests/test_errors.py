@@ -3,9 +3,11 @@
 import contextlib
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nan
+from torch.utils import _pytree as pytree
 
 import operators
 from flashsoftmax import attention, attention_paged, attention_varlen, merge
@@ -23,6 +25,23 @@ def refused(call, valid, change, name, *words):
     assert re.match(rf"{name}\b", message), f"does not name {name}: {message}"
     for word in words:
         assert re.search(rf"(?<!\w){re.escape(word)}(?!\w)", message), f"does not say {word}: {message}"
+    if "meta" not in words:
+        on_meta(call, valid | change, message)
+
+
+VALUES = r"(kv_lens|cu_seqlens_[qk]|block_table)(\[|: ends)|max_seqlen_[qk]: \d+, wanted at least [1-9]"
+
+
+def on_meta(call, arguments, message):
+    """Tensors without values are refused with the same words, but for what only the values show."""
+    numbers = {name: arguments.pop(name) for name in ("scale", "q_offset") if name in arguments}
+    arguments = pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, arguments) | numbers
+    if re.match(VALUES, message):
+        call(**arguments)
+        return
+    with pytest.raises((ValueError, TypeError)) as error:
+        call(**arguments)
+    assert str(error.value) == message
 
 
 def table(*rows):
@@ -75,9 +94,22 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"window": (1.5, 0)}, "window", "1.5"),
     ({"scale": "large"}, "scale", "large"),
     ({"scale": nan}, "scale", "nan"),
+    ({"scale": 1e39}, "scale", "1e+39", "float32"),
+    ({"scale": "0.5"}, "scale", "0.5"),
+    ({"scale": torch.ones(2)}, "scale", "number"),
+    ({"scale": rand(()).requires_grad_()}, "scale", "gradient"),
+    ({"softcap": 1e-50}, "softcap", "1e-50", "float32"),
+    ({"softcap": 1e39}, "softcap", "1e+39", "float32"),
     ({"softcap": -1.0}, "softcap", "-1"),
     ({"softcap": nan}, "softcap", "nan"),
     ({"q_offset": 1.5}, "q_offset", "1.5"),
+    ({"q_offset": np.float64(3)}, "q_offset", "int"),
+    ({"q_offset": np.bool_(True)}, "q_offset", "int"),
+    ({"q_offset": torch.tensor(1.5)}, "q_offset", "int"),
+    ({"q_offset": torch.tensor(True)}, "q_offset", "int"),
+    ({"q_offset": 2**63}, "q_offset", str(2**63)),
+    ({"split_size": 2**70}, "split_size", str(2**70)),
+    ({"window": (2**64, 0)}, "window", str(2**64)),
     ({"split_size": 0}, "split_size", "0"),
     ({"split_size": -3}, "split_size", "-3"),
     ({"split_size": 1.5}, "split_size", "1.5"),
@@ -89,7 +121,8 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"sinks": 0.0}, "sinks", "float"),
     ({"sinks": rand(5)}, "sinks", "5", "4"),
     ({"sinks": rand(4, 1)}, "sinks", "[4, 1]"),
-    ({"sinks": rand(4).half()}, "sinks", "float16", "float32"),
+    ({"sinks": rand(4).double()}, "sinks", "float64", "float32"),
+    ({"sinks": torch.ones(4, dtype=torch.int64)}, "sinks", "int64", "float32"),
     ({"sinks": torch.ones(4, dtype=torch.int32)}, "sinks", "int32"),
     ({"kv_lens": [7, 7]}, "kv_lens", "list"),
     ({"kv_lens": integers(7)}, "kv_lens", "1", "2"),
@@ -98,9 +131,9 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"kv_lens": integers(7, 8)}, "kv_lens", "8", "7"),
     ({"kv_lens": integers(-1, 7)}, "kv_lens", "-1"),
     # Devices.
-    ({"key": VALID["key"].to("meta")}, "tensors on", "meta", "cpu"),
-    ({"kv_lens": integers(7, 7).to("meta")}, "tensors on", "meta", "cpu"),
-    ({"sinks": rand(4).to("meta")}, "tensors on", "meta", "cpu"),
+    ({"key": VALID["key"].to("meta")}, "key", "meta", "cpu"),
+    ({"kv_lens": integers(7, 7).to("meta")}, "kv_lens", "meta", "cpu"),
+    ({"sinks": rand(4).to("meta")}, "sinks", "meta", "cpu"),
 )
 def test_attention(change, words):
     refused(attention, VALID, change, *words)
@@ -108,7 +141,7 @@ def test_attention(change, words):
 
 @table(
     ({"sinks": rand(4).double()}, "sinks", "float64", "float16"),
-    ({"alibi_slopes": rand(4).bfloat16()}, "alibi_slopes", "bfloat16", "float16"),
+    ({"alibi_slopes": rand(4).double()}, "alibi_slopes", "float64", "float32"),
 )
 def test_attention_in_half_precision(change, words):
     refused(attention, HALF, change, *words)
@@ -219,7 +252,7 @@ MERGE = {"outs": [rand(2, 3, 4, 5), rand(2, 3, 4, 5)], "lses": [rand(2, 3, 4), r
     ({"lses": [x.half() for x in MERGE["lses"]]}, "lses", "float16", "float32"),
     ({"lses": [MERGE["lses"][0], MERGE["lses"][1].double()]}, "lses", "float64", "float32"),
     ({"outs": [x.long() for x in MERGE["outs"]]}, "outs", "int64"),
-    ({"outs": [MERGE["outs"][0], MERGE["outs"][1].to("meta")]}, "tensors on", "meta", "cpu"),
+    ({"outs": [MERGE["outs"][0], MERGE["outs"][1].to("meta")]}, "outs", "meta", "cpu"),
 )
 def test_merge(change, words):
     refused(merge, MERGE, change, *words)
@@ -296,8 +329,8 @@ class TestOperators:
     @pytest.mark.parametrize("kind", ["dense", "varlen"])
     def test_attention_backward(self, kind):
         forward = KINDS[kind]()
-        out, lse = torch.ops.flashsoftmax.attention(*forward.values())
-        valid = operators.attention_backward(forward, rand(out.shape), rand(lse.shape), out, lse)
+        out, lse, lse_error = torch.ops.flashsoftmax.attention(*forward.values())
+        valid = operators.attention_backward(forward, rand(out.shape), rand(lse.shape), out, lse, lse_error)
         operator = torch.ops.flashsoftmax.attention_backward
         gradients = operator(*valid.values())
         assert [g.shape for g in gradients[:3]] == [forward[name].shape for name in ("query", "key", "value")]
@@ -310,7 +343,7 @@ class TestOperators:
         out, lse = forward(outs, lses)
         states = {"outs": outs, "lses": lses}
         grads = {"grad_out": rand(out.shape), "grad_lse": rand(lse.shape)}
-        for operator, valid in ((forward, states), (backward, grads | states | {"lse": lse})):
+        for operator, valid in ((forward, states), (backward, grads | states)):
             operator(*valid.values())
             for name in states:
                 first, second = valid[name]
@@ -333,7 +366,7 @@ class TestOperators:
             ("dense", "kv_lens", integers(-1, 3)),
             ("dense", "split_size", 0),
             ("dense", "window_left", -1),
-            ("dense", "attn_mask", rand(1, 1, 5, 9)),
+            ("dense", "attn_mask", rand(1, 2, 5, 9)),
             ("varlen", "cu_seqlens_q", integers(0, 12, 9)),
             ("varlen", "cu_seqlens_q", integers(3, 5, 9)),
             ("varlen", "cu_seqlens_k", integers(0, 4, 10)),

@@ -7,6 +7,8 @@ import interpreter
 from bench import kernels
 from flashsoftmax import attention, build
 from flashsoftmax.build import cuda_reason
+from flashsoftmax.library import ARGUMENTS
+from operators import attention_backward
 
 SHARED_BYTES = 99 * 1024
 """What a block may have on every GPU from sm_80 on."""
@@ -54,10 +56,11 @@ def launches(request):
         for rows in (1, 40):
             q = torch.randn(1, 2, rows, request.param, dtype=dtype)
             k = torch.randn(1, 2, 40, request.param, dtype=dtype)
-            options = (None,) * 6, (rows, 40, 0.1, 0.0, None, None, None)
+            values = dict.fromkeys(ARGUMENTS["attention"]) | {"query": q, "key": k, "value": k}
+            values |= {"max_seqlen_q": rows, "max_seqlen_k": 40, "scale": 0.1, "softcap": 0.0}
             with interpreter.session() as run:
-                out, lse = operators.attention(q, k, k, *options[0], None, *options[1], None)
-                operators.attention_backward(out, None, q, k, k, out, lse, *options[0], *options[1], False)
+                out, lse, lse_error = operators.attention(**values)
+                operators.attention_backward(**attention_backward(values, out, None, out, lse, lse_error))
             found += run.launches
     return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import flashsoftmax
-import flashsoftmax.ops
+import flashsoftmax.library
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 SUFFIXES = (".h", ".cpp", ".inc", ".cu", ".cuh")
@@ -86,7 +86,7 @@ def test_an_instruction_set_that_does_not_exist_is_refused():
 def test_a_device_that_was_not_built_says_why_in_one_line(operator):
     """What a CUDA tensor gets from the kernel that stands in for a missing one; it can be called without a GPU."""
     with pytest.raises(NotImplementedError) as error:
-        flashsoftmax.ops._missing_on_cuda(operator)()
+        flashsoftmax.library._missing_on_cuda(operator)()
     reason = flashsoftmax.build_info().cuda_reason or "not written"
     assert operator in str(error.value) and reason in str(error.value) and "\n" not in str(error.value)
 
@@ -115,11 +115,17 @@ class TestDependencies:
         assert not [path for path in uses(r"\b(asm|__asm__)\b") if not path.startswith("cuda/ptx/")]
 
     def test_torch_is_seen_by_the_operators_alone(self):
-        assert not [path for path in uses(r"#include\s*[<\"](torch|ATen|c10)/") if not path.startswith("ops")]
+        assert not [path for path in uses(r"#include\s*[<\"](torch|ATen|c10)/") if not path.startswith("ops/")]
 
     def test_the_exponential_and_infinity_are_in_the_softmax_alone(self):
         pattern = r"\bexp2f?\b|\b_*expf?\(|\binfinity\b|\bINFINITY\b|\bHUGE_VALF?\b"
-        assert set(uses(pattern)) <= {"softmax.h", "mask.h", "cpu/vec.h"}
+        assert set(uses(pattern)) <= {"softmax.h", "mask.h", "cpu/vec_math.h"}
+
+    def test_kernels_know_no_score_feature_by_name(self):
+        """mask.h computes them, params.h says which are on, the operators take them from the caller."""
+        found = set(uses(r"(?i)alibi|slopes|softcap"))
+        assert {"mask.h", "params.h"} <= found
+        assert not [path for path in found - {"mask.h", "params.h"} if not path.startswith("ops/")]
 
     @pytest.mark.parametrize(
         ("header", "may_include"),

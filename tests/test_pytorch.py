@@ -1,6 +1,7 @@
 """Operators that PyTorch knows: autograd, torch.compile, vmap, autocast, fake tensors, pickling."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.testing import assert_close
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import operators
 from cases import Case, case
@@ -46,9 +49,9 @@ class TestOpcheck:
     @pytest.mark.parametrize("of", ["out", "lse", "both"])
     def test_attention_backward(self, sample, of):
         forward = SAMPLES[sample]()
-        out, lse = torch.ops.flashsoftmax.attention(*forward.values())
+        out, lse, lse_error = torch.ops.flashsoftmax.attention(*forward.values())
         grads = torch.randn_like(out) if of != "lse" else None, torch.randn_like(lse) if of != "out" else None
-        arguments = operators.attention_backward(forward, *grads, out, lse)
+        arguments = operators.attention_backward(forward, *grads, out, lse, lse_error)
         opcheck(torch.ops.flashsoftmax.attention_backward.default, tuple(arguments.values()))
 
     def test_merge(self):
@@ -57,8 +60,8 @@ class TestOpcheck:
         opcheck(torch.ops.flashsoftmax.merge.default, states)
         outs, lses = ([x.detach() for x in side] for side in states)
         out, lse = merge(outs, lses)
-        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, lse, outs, lses, lse))
-        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, None, outs, lses, lse))
+        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, lse, outs, lses))
+        opcheck(torch.ops.flashsoftmax.merge_backward.default, (out, None, outs, lses))
 
     def test_every_operator_is_here(self):
         names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
@@ -225,6 +228,41 @@ class TestCompile:
         arguments = tokens, integers(0, 3, 7), pages, integers([0, 4, 2]), integers(11)
         assert_close(compiled(*arguments), compiled._torchdynamo_orig_callable(*arguments))
 
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda n, q, k, cu: attention(q, k, k, causal=True, q_offset=n - 5),
+            lambda n, q, k, cu: attention(q, k, k, window=(n, 0)),
+            lambda n, q, k, cu: attention(q, k, k, split_size=n + 1),
+            lambda n, q, k, cu: attention_varlen(
+                *(x[0].transpose(0, 1) for x in (q, k, k)), cu, 5 * cu, max_seqlen_q=n + 4, max_seqlen_k=n + 20
+            ),
+        ],
+        ids=["q_offset", "window", "split_size", "max_seqlen"],
+    )
+    def test_integers_do_not_recompile(self, call):
+        graphs = []
+
+        def backend(graph, examples):
+            graphs.append(graph)
+            return graph
+
+        compiled = torch.compile(call, backend=backend, fullgraph=True)
+        q, k, cu = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 35, 8), integers(0, 3, 7)
+        for n in range(20):
+            assert_same_bits(compiled(n, q, k, cu), call(n, q, k, cu))
+        assert len(graphs) <= 3
+
+    def test_a_length_from_item(self):
+        def function(x, cu):
+            longest = cu.diff().max().item()
+            return attention_varlen(x, x, x, cu, cu, max_seqlen_q=longest, max_seqlen_k=longest)
+
+        x, cu = torch.randn(9, 2, 8), integers(0, 4, 9)
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+            assert_same_bits(compiled(x, cu), function(x, cu))
+
     def test_autocast_inside(self):
         @torch.compile(fullgraph=True, backend="aot_eager")
         def compiled(q, k, v):
@@ -233,6 +271,33 @@ class TestCompile:
 
         q, k, v = torch.randn(3, 1, 2, 9, 8).unbind()
         assert_same_bits(compiled(q, k, v), attention(*(x.bfloat16() for x in (q, k, v))))
+
+
+class TestExport:
+    class Decoder(torch.nn.Module):
+        def forward(self, q, k):
+            return attention(q, k, k, causal=True, q_offset=k.shape[2] - q.shape[2])
+
+    class Selected(torch.nn.Module):
+        def forward(self, q, k, keep):
+            return attention(q[:, :, keep.nonzero().squeeze(-1)], k, k, causal=True, q_offset=3)
+
+    def test_a_position_of_shapes_stays_dynamic(self):
+        lengths = ({2: torch.export.Dim("rows", max=500)}, {2: torch.export.Dim("keys", max=500)})
+        samples = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 40, 8)
+        exported = torch.export.export(self.Decoder(), samples, dynamic_shapes=lengths)
+        for rows, keys in ((7, 40), (30, 33), (3, 90)):
+            q, k = torch.randn(1, 2, rows, 8), torch.randn(1, 2, keys, 8)
+            assert_same_bits(exported.module()(q, k), self.Decoder()(q, k))
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_a_number_of_queries_that_depends_on_data(self, transposed):
+        q, k = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 40, 8)
+        if transposed:
+            q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        exported = torch.export.export(self.Selected(), (q, k, torch.rand(7) < 0.5))
+        for keep in (torch.rand(7) < 0.5, torch.arange(7) == 2, torch.arange(7) < 7, torch.arange(7) > 9):
+            assert_same_bits(exported.module()(q, k, keep), self.Selected()(q, k, keep))
 
 
 class TestVmap:
@@ -400,14 +465,142 @@ class TestWhatAutogradCannotDo:
             with pytest.raises(NotImplementedError, match="forward-mode"):
                 merge(outs, lses)
 
-    def test_func_grad_is_right_or_says_no(self):
-        q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
-        attention(q, k, v).square().sum().backward()
-        try:
-            found = torch.func.grad(lambda q: attention(q, k.detach(), v.detach()).square().sum())(q.detach())
-        except (RuntimeError, NotImplementedError):
-            return
-        assert_close(found, q.grad)
+    @pytest.mark.parametrize("name", ["alibi_slopes", "sinks", "attn_mask"])
+    def test_forward_mode_of_an_option(self, name):
+        q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
+        x = torch.rand(2) if name != "attn_mask" else torch.rand(5, 5)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            with pytest.raises(NotImplementedError, match="forward-mode"):
+                attention(q, k, v, **{name: dual})
+
+    @pytest.mark.parametrize("name", ["query", "value", "alibi_slopes"])
+    def test_forward_mode_of_the_operator(self, name):
+        arguments = operators.attention(alibi_slopes=torch.rand(4))
+        with torch.autograd.forward_ad.dual_level():
+            x = arguments[name]
+            arguments[name] = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            with pytest.raises(NotImplementedError, match="forward-mode"):
+                torch.ops.flashsoftmax.attention(**arguments)
+
+    def test_gradients_of_slopes(self):
+        arguments = operators.attention(alibi_slopes=torch.rand(4, requires_grad=True))
+        with pytest.raises(NotImplementedError, match="alibi_slopes"):
+            torch.ops.flashsoftmax.attention(**arguments)[0].sum().backward()
+
+
+class TestFunc:
+    """torch.func: its transforms give what autograd and loops give."""
+
+    @pytest.fixture
+    def tensors(self):
+        q, k, v = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 6)
+        return {"query": q, "key": k, "value": v, "attn_mask": torch.randn(5, 7), "sinks": torch.randn(4)}
+
+    @staticmethod
+    def loss(tensors):
+        out, lse = attention(**tensors, causal=True, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    def expected(self, tensors):
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+        grads = torch.autograd.grad(self.loss(leaves), list(leaves.values()))
+        return dict(zip(leaves, grads, strict=True))
+
+    def test_grad(self, tensors):
+        assert_same_bits(torch.func.grad(self.loss)(tensors), self.expected(tensors))
+
+    def test_vjp(self, tensors):
+        loss, vjp = torch.func.vjp(self.loss, tensors)
+        assert_same_bits(loss, self.loss(tensors))
+        assert_same_bits(vjp(torch.ones(()))[0], self.expected(tensors))
+
+    def test_jacrev(self, tensors):
+        def function(x):
+            return torch.nn.functional.scaled_dot_product_attention(x, tensors["key"], tensors["key"], enable_gqa=True)
+
+        def ours(x):
+            return attention(x, tensors["key"], tensors["key"])
+
+        assert_close(torch.func.jacrev(ours)(tensors["query"]), torch.func.jacrev(function)(tensors["query"]))
+
+    @pytest.mark.parametrize("shared", [(), ("sinks",), ("key", "value"), ("query", "attn_mask", "sinks")], ids=str)
+    def test_vmap_of_grad(self, tensors, shared):
+        batch = {name: x if name in shared else torch.stack([x, x + 1, 2 * x]) for name, x in tensors.items()}
+        dims = {name: None if name in shared else 0 for name in batch}
+        found = torch.vmap(torch.func.grad(self.loss), (dims,))(batch)
+        each = [self.expected({name: x if name in shared else x[i] for name, x in batch.items()}) for i in range(3)]
+        for name in found:
+            assert_close(found[name], torch.stack([x[name] for x in each]))
+
+    def test_vmap_of_grad_without_sinks_is_not_a_loop(self, tensors):
+        calls = []
+
+        class Count(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+                calls.extend([op._opname] if op.namespace == "flashsoftmax" else [])
+                return op(*args, **(kwargs or {}))
+
+        del tensors["sinks"]
+        with Count():
+            torch.vmap(torch.func.grad(self.loss))({name: torch.stack([x] * 3) for name, x in tensors.items()})
+        assert calls == ["attention", "attention_backward"]
+
+    def test_merge(self):
+        def loss(outs, lses):
+            out, lse = merge(outs, lses)
+            return out.square().sum() + lse.sum()
+
+        outs, lses = torch.randn(3, 2, 1, 4, 5, 8), torch.randn(3, 2, 1, 4, 5)
+        each = []
+        for pair in zip(outs, lses, strict=True):
+            leaves = [x.clone().requires_grad_() for x in pair]
+            each.append(torch.autograd.grad(loss(*leaves), leaves))
+            assert_same_bits(torch.func.grad(loss, (0, 1))(*pair), each[-1])
+        found = torch.vmap(torch.func.grad(loss, (0, 1)))(outs, lses)
+        assert_close(found, tuple(torch.stack(x) for x in zip(*each, strict=True)))
+
+    @pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian])
+    def test_forward_mode_and_double_backward_say_no(self, transform, tensors):
+        with pytest.raises(NotImplementedError, match=r"forward-mode|double backward"):
+            transform(self.loss)(tensors)
+
+
+class TestFlops:
+    def count(self, call):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        return counter.get_total_flops()
+
+    def test_as_torch_counts_its_own(self):
+        def step(function):
+            q, k, v = (torch.randn(2, 4, n, 8, requires_grad=True) for n in (5, 9, 9))
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                function(q, k, v)
+
+        expected = self.count(lambda: step(torch.nn.functional.scaled_dot_product_attention))
+        assert self.count(lambda: step(attention)) == expected == 2 * 2 * 4 * 5 * 9 * 16
+
+    def test_the_backward_has_five_products(self):
+        def step():
+            q, k, v = (torch.randn(2, 4, n, d, requires_grad=True) for n, d in ((5, 8), (9, 8), (9, 6)))
+            attention(q, k, v).sum().backward()
+
+        assert self.count(step) == 2 * 2 * 4 * 5 * 9 * ((8 + 6) + (3 * 8 + 2 * 6))
+
+    def test_varlen_counts_pairs_within_sequences(self):
+        x, cu = torch.randn(7, 4, 8), integers(0, 3, 7)
+        call = functools.partial(attention_varlen, x, x, x, cu, cu, max_seqlen_q=7, max_seqlen_k=7)
+        assert self.count(call) == 2 * 4 * (9 + 16) * 16
+
+
+def test_selective_checkpointing_keeps_the_output():
+    """The operator's name is what a policy of selective activation checkpointing lists."""
+    kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.flashsoftmax.attention.default])
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    out = torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False, context_fn=kept)
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert_same_bits(found, torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v)))
 
 
 def test_checkpointing():

@@ -1,344 +1,339 @@
-// Backward from the log-sum-exp. With P = e^(S - lse) and delta = rowsum(dO * O) - dlse:
+// The backward, which computes the weights again from the log-sum-exp and its rounding error. With P = e^(S - lse) and
+// delta = rowsum(dO * O) - dlse:
 //     dV = P^T dO,    dS = P * (dO V^T - delta),    dQ = scale dS K,    dK = scale dS^T Q.
-// A task owns a tile of keys and goes through the queries that see it, so dK and dV are its own. Each tile of dQ takes
-// its addends in the order of the key tiles: a task waits until the one before has passed, whoever runs it. Hence the
-// same bits for any number of threads. Tasks are taken in order, so whoever is waited for has started.
+// A task owns a tile of keys and goes through the queries that see it, so it sums dK and dV by itself. All tasks of a
+// kv head add to the dQ of its query heads, in the order of the key tiles (ordered.h).
 #pragma once
 
-#include <atomic>
-#include <thread>
-
+#include "ordered.h"
 #include "scores.h"
+#include "tasks.h"
 
 namespace flashsoftmax::FLASHSOFTMAX_ISA {
 
 template <class T> class Backward {
   using A = Accumulate<T>;
   using E = Packed<T>;
-  using Element = std::conditional_t<kDepth<E> == 1, A, T>;  // that E is made of
+  using Element = std::conditional_t<kDepth<E> == 1, A, T>;  // of which E holds kDepth
   using V = Vec<A>;
   using Block = DimBlock<E>;
+  using Scores = PanelScores<A, Block::cols>;
+  using Sums = OrderedSums<A>;
 
-  static constexpr int64_t group = Block::cols * V::lanes;
-  static constexpr int64_t tile_queries = 64, tile_keys = 128;
-  static_assert(tile_queries % group == 0);
+  static constexpr int64_t panel = Block::cols * V::lanes;  // queries per pass of the micro-kernel
+  static constexpr int64_t tile_queries = 64, packed_queries = tile_queries / kDepth<E>;
+  static constexpr int64_t tile_keys = 128, packed_keys = tile_keys / kDepth<E>;
+  static_assert(tile_queries % panel == 0 && kMaxHeadDim % panel == 0);
 
-  // A tile of a tensor, as the products need it.
-  struct Tile {
-    E* rows;     // [tile][depth], for products along head_dim
-    E* columns;  // [depth][tile], the same transposed
-    E* across;   // [tile / kDepth][width], for products across the rows
-  };
-  struct Workspace {
-    Tile q, grad_o, k, v;
-    A *s, *grad_p, *grad_bias;  // [tile_keys][tile_queries]
-    E *p, *ds;                  // [tile_keys][tile_queries / kDepth]
-    E* ds_across;               // [tile_keys / kDepth][tile_queries]
-    A *grad_k, *grad_v;         // [tile_keys][width], [tile_keys][width_v]
-    A *lse, *delta, *mask;      // [tile_queries], [tile_queries]
-  };
-  // Of the whole call. The kv heads that are under way take the slots in turn.
-  struct Shared {
-    A* delta;                        // [batch, heads_q, rows_q]
-    A* grad_q;                       // [slots][query heads of a kv head][seqlen_q][width]
-    std::atomic<int64_t>* turn;      // [slots], how many kv heads have left the slot
-    std::atomic<int64_t>* progress;  // [kv heads][key_tiles], how many items a task has done
-  };
-  struct Row {
-    int64_t b, h, i;
-  };
-
-  const AttentionGradParams& grad;
-  const AttentionParams& p = grad.forward;
-  const int64_t depth = round_up(ceil_div(p.head_dim, kDepth<E>), 16),
-                depth_v = round_up(ceil_div(p.head_dim_v, kDepth<E>), 16);
-  const int64_t width = round_up(p.head_dim, group), width_v = round_up(p.head_dim_v, group);
-  const int64_t batch = p.batch();
-  const int64_t rows = batch * p.heads_q * p.rows_q;
+  const AttentionGradParams& params;
+  const AttentionParams& p = params.forward;
+  // Row lengths of tiles: in packed elements along head_dim, or in dimensions where these lie in the lanes.
+  const int64_t depth_padded = round_up(ceil_div(p.head_dim, kDepth<E>), 16);
+  const int64_t depth_v_padded = round_up(ceil_div(p.head_dim_v, kDepth<E>), 16);
+  const int64_t dim_padded = round_up(p.head_dim, panel), dim_v_padded = round_up(p.head_dim_v, panel);
+  const int64_t rows = p.batch() * p.heads_q * p.rows_q;
   const int64_t seqlen_q = min(p.seqlen_q, p.rows_q);
   const int64_t query_tiles = ceil_div(seqlen_q, tile_queries);
   const int64_t key_tiles = max<int64_t>(1, ceil_div(p.seqlen_k, tile_keys));
-  const int64_t kv_heads = p.sequences * p.heads_kv;
-  const int64_t tasks = kv_heads * key_tiles;
-  const bool plain = p.plain_scores();
+  const bool plain_scores = p.plain_scores();
 
-  Workspace take_workspace(Arena& arena) const {
-    auto tile = [&](int64_t rows, int64_t depth, int64_t width) {
-      return Tile{arena.take<E>(rows * depth), arena.take<E>(rows * depth), arena.take<E>(rows * width)};
-    };
-    auto scores = [&](auto element) { return arena.take<decltype(element)>(tile_keys * tile_queries); };
-    Workspace w;
-    w.q = tile(tile_queries, depth, width);
-    w.grad_o = tile(tile_queries, depth_v, width_v);
-    w.k = tile(tile_keys, depth, width);
-    w.v = tile(tile_keys, depth_v, width_v);
-    for (A** x : {&w.s, &w.grad_p, &w.grad_bias}) *x = scores(A());
-    for (E** x : {&w.p, &w.ds, &w.ds_across}) *x = scores(E());
-    w.grad_k = arena.take<A>(tile_keys * width);
-    w.grad_v = arena.take<A>(tile_keys * width_v);
-    for (A** x : {&w.lse, &w.delta}) *x = arena.take<A>(tile_queries);
-    w.mask = arena.take<A>(p.mask.data ? GroupScores<A, Block::cols>::mask_elements : 0);
-    return w;
-  }
-  int64_t slots(int64_t workers) const { return min(2 * workers, kv_heads); }
-  // Heads go side by side, a slot each, tile after tile: a task seldom waits for the one before it.
-  int64_t task_at(int64_t index, int64_t slots) const {
-    const int64_t block = index / (slots * key_tiles), rest = index % (slots * key_tiles);
-    const int64_t heads = min(slots, kv_heads - block * slots);
-    return (block * slots + rest % heads) * key_tiles + rest / heads;
-  }
-  Shared take_shared(Arena& arena, int64_t slots) const {
-    return {arena.take<A>(rows), arena.take<A>(slots * p.group() * seqlen_q * width),
-            arena.take<std::atomic<int64_t>>(slots), arena.take<std::atomic<int64_t>>(tasks)};
-  }
-  int64_t workspace_bytes() const {
-    return Arena::bytes_of([&](Arena& arena) { take_workspace(arena); });
+  // Queries, output gradients, keys and values are packed for each product they are in: as rows or (transposed) columns
+  // where it sums along head_dim, across the rows where it sums over queries or keys.
+  struct Workspace {
+    Arena arena;
+    const Backward& b;
+    E* q = arena.take<E>(tile_queries * b.depth_padded);                 // [tile_queries][depth_padded]
+    E* q_columns = arena.take<E>(tile_queries * b.depth_padded);         // [depth_padded][tile_queries]
+    E* q_across = arena.take<E>(packed_queries * b.dim_padded);          // [packed_queries][dim_padded]
+    E* grad_o = arena.take<E>(tile_queries * b.depth_v_padded);          // [tile_queries][depth_v_padded]
+    E* grad_o_columns = arena.take<E>(tile_queries * b.depth_v_padded);  // [depth_v_padded][tile_queries]
+    E* grad_o_across = arena.take<E>(packed_queries * b.dim_v_padded);   // [packed_queries][dim_v_padded]
+    E* k = arena.take<E>(tile_keys * b.depth_padded);                    // [tile_keys][depth_padded]
+    E* k_across = arena.take<E>(packed_keys * b.dim_padded);             // [packed_keys][dim_padded]
+    E* v = arena.take<E>(tile_keys * b.depth_v_padded);                  // [tile_keys][depth_v_padded]
+
+    A* s = arena.take<A>(tile_keys * tile_queries);          // [tile_keys][tile_queries]
+    A* grad_p = arena.take<A>(tile_keys * tile_queries);     // [tile_keys][tile_queries]
+    A* grad_bias = arena.take<A>(tile_keys * tile_queries);  // [tile_keys][tile_queries]
+    E* weights = arena.take<E>(tile_keys * packed_queries);  // [tile_keys][packed_queries]
+    E* grad_s = arena.take<E>(tile_keys * packed_queries);   // [tile_keys][packed_queries]
+    E* grad_s_across =
+        kDepth<E> == 1 ? grad_s : arena.take<E>(packed_keys * tile_queries);  // [packed_keys][tile_queries]
+    A* lse_error = arena.take<A>(tile_queries);                               // [tile_queries]
+    A* lse = arena.take<A>(tile_queries);                                     // [tile_queries]
+    A* delta = arena.take<A>(tile_queries);                                   // [tile_queries]
+    A* mask = arena.take<A>(Scores::mask_elements(b.p));
+
+    A* grad_k = arena.take<A>(tile_keys * b.dim_padded);    // [tile_keys][dim_padded]
+    A* grad_v = arena.take<A>(tile_keys * b.dim_v_padded);  // [tile_keys][dim_v_padded]
+  };
+  // What all tasks share.
+  struct Shared {
+    Arena arena;
+    const Backward& b;
+    int64_t workers;
+    A* delta = arena.take<A>(b.rows);  // [batch][heads_q][rows_q]
+    // dQ: a sum per kv head, [heads that share it][seqlen_q][dim_padded]. Its parts are tiles of queries.
+    Sums grad_q{arena, b.p.sequences * b.p.heads_kv, b.key_tiles, b.p.group() * b.seqlen_q * b.dim_padded, workers};
+  };
+  // A tile of keys, against tiles of queries.
+  struct KeyTile {
+    Sequence sequence;
+    int64_t b, kv_head, j0, keys;
+  };
+  struct QueryTile {
+    int64_t h, i, queries;
+    KeyRange keys;  // those of the tile of keys that any of the queries sees
+  };
+
+  Workspace workspace(char* memory) const { return {Arena(memory), *this}; }
+  Shared shared(char* memory, int64_t workers) const { return {Arena(memory), *this, workers}; }
+  int64_t workspace_bytes() const { return workspace(nullptr).arena.bytes(); }
+
+ public:
+  explicit Backward(const AttentionGradParams& params) : params(params) {}
+
+  int64_t scratch_bytes(int64_t workers) const {
+    return workers * workspace_bytes() + shared(nullptr, workers).arena.bytes();
   }
 
-  Row row(int64_t r) const {
-    int64_t bh = r / p.rows_q;
-    return {bh / p.heads_q, bh % p.heads_q, r % p.rows_q};
+  void run(char* scratch, const Runner& runner) const {
+    const int64_t bytes = workspace_bytes();
+    Shared all = shared(scratch + runner.workers * bytes, runner.workers);
+    all.grad_q.reset();
+    for_each_row(runner, rows, [&](int64_t row) { all.delta[row] = delta_of_row(row); });
+    runner.run(all.grad_q.count(), [&](int64_t worker, int64_t index) {
+      run_task(all.grad_q[index], workspace(scratch + worker * bytes), all);
+    });
+    if (params.grad_sinks) runner.run(p.heads_q, [&](int64_t, int64_t h) { sum_grad_sink(h, all); });
   }
 
-  void find_delta(int64_t r, const Workspace& w, const Shared& shared) const {
-    Row at_row = row(r);
+ private:
+  A delta_of_row(int64_t row) const {
+    const int64_t b = row / p.rows_q / p.heads_q, h = row / p.rows_q % p.heads_q, i = row % p.rows_q;
     A delta = 0;
-    if (grad.grad_out.data) {
-      A *o = w.grad_k, *grad_o = w.grad_v;
-      widen(at<T>(p.out, at_row.b, at_row.h, at_row.i), p.out.dim, p.head_dim_v, width_v, o);
-      widen(at<T>(grad.grad_out, at_row.b, at_row.h, at_row.i), grad.grad_out.dim, p.head_dim_v, width_v, grad_o);
+    if (params.grad_out.data) {
+      A o[kMaxHeadDim], grad_o[kMaxHeadDim];
+      widen(at<T>(p.out, b, h, i), p.out.dim, p.head_dim_v, dim_v_padded, o);
+      widen(at<T>(params.grad_out, b, h, i), params.grad_out.dim, p.head_dim_v, dim_v_padded, grad_o);
       V sums(0);
-      for (int64_t d = 0; d < width_v; d += V::lanes) sums = sums + V::load(o + d) * V::load(grad_o + d);
-      for (int lane = 0; lane < V::lanes; lane++) delta += sums.v[lane];
+      for (int64_t d = 0; d < dim_v_padded; d += V::lanes) sums = sums + V::load(o + d) * V::load(grad_o + d);
+      delta += sums.fold([](A a, A b) { return a + b; });
     }
-    if (grad.grad_lse.data) delta -= *at<A>(grad.grad_lse, at_row.b, at_row.h, at_row.i);
-    shared.delta[r] = from_lse(*at<A>(p.lse, at_row.b, at_row.h, at_row.i)).l == A(0) ? A(0) : delta;
+    if (params.grad_lse.data) delta -= *at<A>(params.grad_lse, b, h, i);
+    return is_empty(*at<A>(p.lse, b, h, i)) ? A(0) : delta;
+  }
+  A error_of_lse(int64_t b, int64_t h, int64_t row) const {
+    return p.lse_error.data ? *at<A>(p.lse_error, b, h, row) : A(0);
+  }
+  static bool is_empty(A lse) { return from_lse(lse).l == A(0); }
+
+  // One tile of keys against all queries that see it.
+  void run_task(typename Sums::Task task, const Workspace& w, Shared& all) const {
+    A* grad_q = all.grad_q.begin(task);  // [heads that share the kv head][seqlen_q][dim_padded]
+    const KeyTile t = key_tile(task);
+    const Band& band = t.sequence.band;
+    const int64_t first_query = band.first_query(t.j0),
+                  end_query = min(t.sequence.q_len, band.end_query(t.j0 + t.keys));
+    if (t.keys > 0) {
+      pack_keys(t, w);
+      for (int64_t g = 0; g < p.group(); g++)
+        for (int64_t tile = first_query / tile_queries; max(first_query, tile * tile_queries) < end_query; tile++) {
+          const int64_t i = tile * tile_queries, queries = min(tile_queries, t.sequence.q_len - i);
+          const KeyRange seen = KeyRange{0, t.keys}.seen(band, i, i + queries, t.j0);
+          const QueryTile q{t.kv_head * p.group() + g, i, queries, seen};
+          pack_queries(t, q, w, all);
+          multiply_scores(q, w);
+          weigh_tile(t, q, w);
+          if (params.grad_mask.data) store_grad_mask(t, q, w);
+          add_grad_keys(q, w);
+          all.grad_q.in_turn(task, g * query_tiles + tile,
+                             [&] { add_grad_queries(q, w, grad_q + (g * seqlen_q + i) * dim_padded); });
+        }
+      store_grad_keys(t, w);
+    }
+    all.grad_q.end(task, [&] { store_grad_queries(t, grad_q); });
   }
 
-  Rows<Element> elements(const E* rows, int64_t depth) const {
-    return {reinterpret_cast<const Element*>(rows), kDepth<E> * depth, 1};
+  KeyTile key_tile(typename Sums::Task task) const {
+    const int64_t b = task.sum / p.heads_kv, j0 = task.task * tile_keys;
+    const Sequence s = sequence(p, b);
+    return {s, b, task.sum % p.heads_kv, j0, min(tile_keys, s.band.kv_len - j0)};
   }
 
-  // Queries [i, i + n) of a head. An empty row takes no part, whatever it and its gradient hold.
-  void pack_queries(const Sequence& s, int64_t h, int64_t i, int64_t n, const Workspace& w,
-                    const Shared& shared) const {
-    pack(query_rows<T>(p.query, s, h), i, n, tile_queries, p.head_dim, depth, w.q.rows);
-    if (grad.grad_out.data)
-      pack(query_rows<T>(grad.grad_out, s, h), i, n, tile_queries, p.head_dim_v, depth_v, w.grad_o.rows);
+  // The elements of packed rows.
+  static Rows<Element> elements(const E* rows, int64_t stride) {
+    return {reinterpret_cast<const Element*>(rows), kDepth<E> * stride, 1};
+  }
+
+  void pack_keys(const KeyTile& t, const Workspace& w) const {
+    const Sequence& s = t.sequence;
+    const int64_t padded = round_up(t.keys, kRows);
+    pack(key_rows<T>(p, p.key, s, t.b, t.kv_head), t.j0, t.keys, padded, p.head_dim, depth_padded, w.k);
+    pack(key_rows<T>(p, p.value, s, t.b, t.kv_head), t.j0, t.keys, padded, p.head_dim_v, depth_v_padded, w.v);
+    pack_across(elements(w.k, depth_padded), 0, t.keys, p.head_dim, dim_padded, w.k_across);
+    make_finite(w.k_across, ceil_div(t.keys, kDepth<E>) * dim_padded);
+    std::memset(static_cast<void*>(w.grad_k), 0, tile_keys * dim_padded * sizeof(A));
+    std::memset(static_cast<void*>(w.grad_v), 0, tile_keys * dim_v_padded * sizeof(A));
+  }
+
+  // Packs queries and output gradients. Empty rows are packed as 0, so what they hold has no effect.
+  void pack_queries(const KeyTile& t, const QueryTile& q, const Workspace& w, const Shared& all) const {
+    const Sequence& s = t.sequence;
+    pack(query_rows<T>(p.query, s, q.h), q.i, q.queries, tile_queries, p.head_dim, depth_padded, w.q);
+    if (params.grad_out.data)
+      pack(query_rows<T>(params.grad_out, s, q.h), q.i, q.queries, tile_queries, p.head_dim_v, depth_v_padded,
+           w.grad_o);
     else
-      std::memset(static_cast<void*>(w.grad_o.rows), 0, tile_queries * depth_v * sizeof(E));
-    int64_t r = (s.q_batch * p.heads_q + h) * p.rows_q + s.q_row + i;
-    for (int64_t q = 0; q < tile_queries; q++) {
-      w.lse[q] = q < n ? *at<A>(p.lse, s.q_batch, h, s.q_row + i + q) : A(0);
-      w.delta[q] = q < n ? shared.delta[r + q] : A(0);
-      if (from_lse(w.lse[q]).l != A(0)) continue;
-      std::memset(static_cast<void*>(w.q.rows + q * depth), 0, depth * sizeof(E));
-      std::memset(static_cast<void*>(w.grad_o.rows + q * depth_v), 0, depth_v * sizeof(E));
+      std::memset(static_cast<void*>(w.grad_o), 0, tile_queries * depth_v_padded * sizeof(E));
+    const A* delta = all.delta + (s.q_batch * p.heads_q + q.h) * p.rows_q + s.q_row + q.i;
+    for (int64_t r = 0; r < tile_queries; r++) {
+      const bool exists = r < q.queries;
+      const int64_t row = s.q_row + q.i + r;
+      w.lse[r] = exists ? *at<A>(p.lse, s.q_batch, q.h, row) : A(0);
+      w.lse_error[r] = exists ? error_of_lse(s.q_batch, q.h, row) : A(0);
+      w.delta[r] = exists ? delta[r] : A(0);
+      if (!is_empty(w.lse[r])) continue;
+      std::memset(static_cast<void*>(w.q + r * depth_padded), 0, depth_padded * sizeof(E));
+      std::memset(static_cast<void*>(w.grad_o + r * depth_v_padded), 0, depth_v_padded * sizeof(E));
     }
-    transpose(w.q.rows, depth, tile_queries, depth, w.q.columns, tile_queries);
-    transpose(w.grad_o.rows, depth_v, tile_queries, depth_v, w.grad_o.columns, tile_queries);
-    pack_across(elements(w.q.rows, depth), 0, n, p.head_dim, width, w.q.across);
-    pack_across(elements(w.grad_o.rows, depth_v), 0, n, p.head_dim_v, width_v, w.grad_o.across);
-    make_finite(w.q.across, ceil_div(n, kDepth<E>) * width);
+    transpose(w.q, depth_padded, tile_queries, depth_padded, w.q_columns, tile_queries);
+    transpose(w.grad_o, depth_v_padded, tile_queries, depth_v_padded, w.grad_o_columns, tile_queries);
+    pack_across(elements(w.q, depth_padded), 0, q.queries, p.head_dim, dim_padded, w.q_across);
+    pack_across(elements(w.grad_o, depth_v_padded), 0, q.queries, p.head_dim_v, dim_v_padded, w.grad_o_across);
+    make_finite(w.q_across, ceil_div(q.queries, kDepth<E>) * dim_padded);
   }
 
-  // P and dS of one group of queries; column is the group's place in the tile.
+  // S^T = K Q^T (before the scale) and dP^T = V dO^T
+  void multiply_scores(const QueryTile& q, const Workspace& w) const {
+    if (p.seqlen_q <= kDecodeQueries)
+      decode_scores(q, w);
+    else
+      set_product(w.k, depth_padded, w.q_columns, q.keys, ceil_div(p.head_dim, kDepth<E>), w.s);
+    set_product(w.v, depth_v_padded, w.grad_o_columns, q.keys, ceil_div(p.head_dim_v, kDepth<E>), w.grad_p);
+  }
+
+  // The same scores, each summed in the order of the decode kernel, which computed lse. In another order a score of 100
+  // differs by 1e-5, and P by as much.
+  void decode_scores(const QueryTile& q, const Workspace& w) const {
+    const Element* k_rows[tile_keys + kRowsAhead];
+    for (int64_t j = q.keys.begin; j < q.keys.end; j++) k_rows[j] = elements(w.k, depth_padded)[j];
+    repeat_last(k_rows, q.keys.end);
+    for (int64_t r = 0; r < q.queries; r++) {
+      A s[tile_keys + V::lanes];
+      for (int64_t j = q.keys.begin; j < q.keys.end; j += V::lanes)
+        dots<1>(k_rows + j, w.q + r * depth_padded, depth_padded, p.head_dim, s + j, tile_keys);
+      for (int64_t j = q.keys.begin; j < q.keys.end; j++) w.s[j * tile_queries + r] = s[j];
+    }
+    for (int64_t j = q.keys.begin; j < q.keys.end; j++)
+      std::fill(w.s + j * tile_queries + q.queries, w.s + (j + 1) * tile_queries, A(0));
+  }
+
+  // P^T and dS^T
+  void weigh_tile(const KeyTile& t, const QueryTile& q, const Workspace& w) const {
+    for (int64_t column = 0; column < q.queries; column += panel) {
+      const int64_t i = q.i + column, queries = min(panel, q.queries - column);
+      Scores score(score_of<A>(p, q.h), p, t.sequence, t.b, q.h, i, queries, t.j0, t.keys, w.mask);
+      const Verdict verdict = t.sequence.band.verdict(i, i + queries, t.j0 + q.keys.begin, t.j0 + q.keys.end);
+      if (plain_scores && queries == panel && verdict == Verdict::full)
+        weigh_panel<false>(score, column, q.keys, w);
+      else
+        weigh_panel<true>(score, column, q.keys, w);
+    }
+  }
+
+  // The same for one panel, which begins at a column of the tile.
   template <bool masked>
-  HOT void weigh(const GroupScores<A, Block::cols>& score, int64_t column, KeyRange keys, const Workspace& w) const {
+  HOT void weigh_panel(const Scores& score, int64_t column, KeyRange keys, const Workspace& w) const {
     const V scale(p.scale);
     unroll<Block::cols>([&](auto c) {
       const int64_t lane = column + c * V::lanes;
-      const V lse = V::load(w.lse + lane), delta = V::load(w.delta + lane);
+      const V lse = V::load(w.lse + lane), lse_error = V::load(w.lse_error + lane), delta = V::load(w.delta + lane);
       auto weigh_key = [&](int64_t j) {
         const int64_t at = j * tile_queries + lane;
         V dot = V::load(w.s + at), grad_p = V::load(w.grad_p + at);
         V content = masked ? score.content(dot) : dot * scale;
         V s = masked ? score(j, c, content) : content;
-        V p = weight(s, lse);
-        V ds = p * (grad_p - delta);
-        if (masked) {  // by selection: a hidden key of a row whose lse is NaN has weight 0 all the same
+        V p = weight_from_lse(s, lse, lse_error);
+        V grad_s = p * (grad_p - delta);
+        if (masked) {  // by selection: a hidden key has weight 0 even in a row whose lse is NaN
           auto hidden = s == V(kHidden);
           p = select(hidden, V(0), p);
-          select(hidden, V(0), ds).store(w.grad_bias + at);
-          ds = select(hidden, V(0), ds * score.content_slope(content));
+          select(hidden, V(0), grad_s).store(w.grad_bias + at);
+          grad_s = select(hidden, V(0), grad_s * score.content_slope(content));
         }
-        store(p, reinterpret_cast<Element*>(w.p) + at);
-        store(ds, reinterpret_cast<Element*>(w.ds) + at);
-        return ds;
+        store(p, reinterpret_cast<Element*>(w.weights) + at);
+        store(grad_s, reinterpret_cast<Element*>(w.grad_s) + at);
+        return grad_s;
       };
       if constexpr (kDepth<E> == 1)
         for (int64_t j = keys.begin; j < keys.end; j++) weigh_key(j);
       else
         for (int64_t j = keys.begin; j < keys.end; j += 2) {
           V low = weigh_key(j);
-          store_pairs(low, j + 1 < keys.end ? weigh_key(j + 1) : V(0), w.ds_across + j / 2 * tile_queries + lane);
+          store_pairs(low, j + 1 < keys.end ? weigh_key(j + 1) : V(0), w.grad_s_across + j / 2 * tile_queries + lane);
         }
     });
   }
 
-  static void wait_for(const std::atomic<int64_t>& count, int64_t wanted) {
-    while (count.load(std::memory_order_acquire) < wanted) std::this_thread::yield();
+  // dV += P^T dO and dK += dS^T Q
+  void add_grad_keys(const QueryTile& q, const Workspace& w) const {
+    const int64_t begin = q.keys.begin, depth = ceil_div(q.queries, kDepth<E>);
+    add_product(Left<E>{w.weights + begin * packed_queries, packed_queries, 1}, w.grad_o_across, dim_v_padded,
+                q.keys.count(), p.head_dim_v, depth, w.grad_v + begin * dim_v_padded);
+    add_product(Left<E>{w.grad_s + begin * packed_queries, packed_queries, 1}, w.q_across, dim_padded, q.keys.count(),
+                p.head_dim, depth, w.grad_k + begin * dim_padded);
+  }
+  // dQ += dS K
+  void add_grad_queries(const QueryTile& q, const Workspace& w, A* grad_q) const {
+    const int64_t begin = q.keys.begin / kDepth<E>;
+    add_product(Left<E>{w.grad_s_across + begin * tile_queries, 1, tile_queries}, w.k_across + begin * dim_padded,
+                dim_padded, q.queries, p.head_dim, ceil_div(q.keys.count(), kDepth<E>), grad_q);
   }
 
-  void run_task(int64_t task, const Workspace& w, const Shared& shared, int64_t slots) const {
-    const int64_t tile = task % key_tiles, head = task / key_tiles;
-    const int64_t slot_size = p.group() * seqlen_q * width;
-    A* grad_q = shared.grad_q + head % slots * slot_size;
-    std::atomic<int64_t>& turn = shared.turn[head % slots];
-    if (tile == 0) {
-      wait_for(turn, head / slots);
-      std::memset(static_cast<void*>(grad_q), 0, slot_size * sizeof(A));
-    }
-    run_tile(task, w, shared, grad_q);
-    if (tile > 0) wait_for(shared.progress[task - 1], INT64_MAX);
-    if (tile == key_tiles - 1) {
-      store_grad_q(head, grad_q);
-      turn.store(head / slots + 1, std::memory_order_release);
-    }
-    shared.progress[task].store(INT64_MAX, std::memory_order_release);
-  }
-
-  void store_grad_q(int64_t head, const A* grad_q) const {
-    Sequence s = sequence(p, head / p.heads_kv);
-    for (int64_t g = 0; g < p.group(); g++)
-      for (int64_t i = 0; i < s.q_len; i++) {
-        int64_t h = head % p.heads_kv * p.group() + g;
-        narrow(grad_q + (g * seqlen_q + i) * width, A(p.scale), p.head_dim,
-               at<T>(grad.grad_query, s.q_batch, h, s.q_row + i), grad.grad_query.dim);
-      }
-  }
-
-  void run_tile(int64_t task, const Workspace& w, const Shared& shared, A* grad_q) const {
-    int64_t tile = task % key_tiles, kv_head = task / key_tiles % p.heads_kv, b = task / key_tiles / p.heads_kv;
-    Sequence s = sequence(p, b);
-    int64_t j0 = tile * tile_keys, n = min(tile_keys, s.band.kv_len - j0);
-    if (n <= 0) return;
-    Rows<T> keys = key_rows<T>(p, p.key, s, b, kv_head), values = key_rows<T>(p, p.value, s, b, kv_head);
-    pack(keys, j0, n, round_up(n, kRows), p.head_dim, depth, w.k.rows);
-    pack(values, j0, n, round_up(n, kRows), p.head_dim_v, depth_v, w.v.rows);
-    pack_across(elements(w.k.rows, depth), 0, n, p.head_dim, width, w.k.across);
-    make_finite(w.k.across, ceil_div(n, kDepth<E>) * width);
-    std::memset(static_cast<void*>(w.grad_k), 0, tile_keys * width * sizeof(A));
-    std::memset(static_cast<void*>(w.grad_v), 0, tile_keys * width_v * sizeof(A));
-
-    const int64_t first_query = s.band.first_query(j0), end_query = min(s.q_len, s.band.end_query(j0 + n));
-    for (int64_t g = 0; g < p.group(); g++)
-      for (int64_t t = first_query / tile_queries; max(first_query, t * tile_queries) < end_query; t++) {
-        int64_t h = kv_head * p.group() + g, i = t * tile_queries, queries = min(tile_queries, s.q_len - i);
-        pack_queries(s, h, i, queries, w, shared);
-
-        // S^T = K Q^T, dP^T = V dO^T
-        const KeyRange range = KeyRange{0, n}.seen(s.band, i, i + queries, j0);
-        if (p.seqlen_q <= kDecodeQueries)
-          decode_scores(queries, range, w);
-        else
-          set_product(w.k.rows, depth, w.q.columns, range, ceil_div(p.head_dim, kDepth<E>), w.s);
-        set_product(w.v.rows, depth_v, w.grad_o.columns, range, ceil_div(p.head_dim_v, kDepth<E>), w.grad_p);
-
-        // P^T and dS^T
-        for (int64_t column = 0; column < queries; column += group) {
-          int64_t first = i + column, count = min(group, queries - column);
-          GroupScores<A, Block::cols> score(score_of<A>(p, h), p, s, b, h, first, count, j0, n, w.mask);
-          if (plain && count == group &&
-              s.band.verdict(first, first + count, j0 + range.begin, j0 + range.end) == Verdict::full)
-            weigh<false>(score, column, range, w);
-          else
-            weigh<true>(score, column, range, w);
-        }
-        if (grad.grad_mask.data) store_grad_mask(b, h, i, queries, j0, range, w);
-
-        // dV += P^T dO, dK += dS^T Q
-        const int64_t p_row = tile_queries / kDepth<E>, p_depth = ceil_div(queries, kDepth<E>);
-        add_product(Operand<E>{w.p + range.begin * p_row, p_row, 1}, w.grad_o.across, width_v, range.count(),
-                    p.head_dim_v, p_depth, w.grad_v + range.begin * width_v);
-        add_product(Operand<E>{w.ds + range.begin * p_row, p_row, 1}, w.q.across, width, range.count(), p.head_dim,
-                    p_depth, w.grad_k + range.begin * width);
-
-        // dQ += dS K, when the tile of keys before has passed
-        int64_t item = g * query_tiles + t;
-        if (tile > 0) wait_for(shared.progress[task - 1], item + 1);
-        const E* ds_across = (kDepth<E> == 1 ? w.ds : w.ds_across) + range.begin / kDepth<E> * tile_queries;
-        add_product(Operand<E>{ds_across, 1, tile_queries}, w.k.across + range.begin / kDepth<E> * width, width,
-                    queries, p.head_dim, ceil_div(range.count(), kDepth<E>), grad_q + (g * seqlen_q + i) * width);
-        shared.progress[task].store(item + 1, std::memory_order_release);
-      }
-
-    for (int64_t j = 0; j < n; j++) {
-      narrow(w.grad_k + j * width, A(p.scale), p.head_dim, at<T>(grad.grad_key, s.k_batch, kv_head, s.k_row + j0 + j),
-             grad.grad_key.dim);
-      narrow(w.grad_v + j * width_v, A(1), p.head_dim_v, at<T>(grad.grad_value, s.k_batch, kv_head, s.k_row + j0 + j),
-             grad.grad_value.dim);
-    }
-  }
-
-  // q.k summed as the decode forward sums it. In another order a score of 100 differs from its lse by 1e-5, and P by as
-  // much.
-  void decode_scores(int64_t queries, KeyRange keys, const Workspace& w) const {
-    const Element* k_rows[tile_keys + kRowsAhead];
-    for (int64_t j = keys.begin; j < keys.end; j++) k_rows[j] = elements(w.k.rows, depth)[j];
-    repeat_last(k_rows, keys.end);
-    for (int64_t q = 0; q < queries; q++) {
-      A s[tile_keys + V::lanes];
-      for (int64_t j = keys.begin; j < keys.end; j += V::lanes)
-        dots<1>(k_rows + j, w.q.rows + q * depth, depth, p.head_dim, s + j, tile_keys);
-      for (int64_t j = keys.begin; j < keys.end; j++) w.s[j * tile_queries + q] = s[j];
-    }
-    for (int64_t j = keys.begin; j < keys.end; j++)
-      std::fill(w.s + j * tile_queries + queries, w.s + (j + 1) * tile_queries, A(0));
-  }
-
-  // to[keys][tile_queries] = the rows of a tile of keys or values, times columns
-  static void set_product(const E* rows, int64_t row, const E* columns, KeyRange keys, int64_t depth, A* to) {
-    multiply<Block>(Operand<E>{rows + keys.begin * row, row, 1}, columns, tile_queries, keys.count(), tile_queries,
+  // to [tile_keys][tile_queries] = the packed keys or values, times columns
+  static void set_product(const E* packed, int64_t stride, const E* columns, KeyRange keys, int64_t depth, A* to) {
+    multiply<Block>(Left<E>{packed + keys.begin * stride, stride, 1}, columns, tile_queries, keys.count(), tile_queries,
                     depth, to + keys.begin * tile_queries, tile_queries, Set());
   }
-  // to[rows][width] += a b
-  static void add_product(Operand<E> a, const E* b, int64_t width, int64_t rows, int64_t cols, int64_t depth, A* to) {
-    multiply<Block>(a, b, width, rows, cols, depth, to, width, Add());
+  // to [rows][stride] += a b
+  static void add_product(Left<E> a, const E* b, int64_t stride, int64_t rows, int64_t cols, int64_t depth, A* to) {
+    multiply<Block>(a, b, stride, rows, cols, depth, to, stride, Add());
   }
 
-  void store_grad_mask(int64_t b, int64_t h, int64_t i, int64_t queries, int64_t j0, KeyRange keys,
-                       const Workspace& w) const {
-    for (int64_t q = 0; q < queries; q++)
-      for (int64_t j = keys.begin; j < keys.end; j++)
-        at<A>(grad.grad_mask, b, h, i + q)[(j0 + j) * grad.grad_mask.dim] = w.grad_bias[j * tile_queries + q];
+  void store_grad_keys(const KeyTile& t, const Workspace& w) const {
+    for (int64_t j = 0; j < t.keys; j++) {
+      const int64_t row = t.sequence.k_row + t.j0 + j;
+      narrow(w.grad_k + j * dim_padded, A(p.scale), p.head_dim,
+             at<T>(params.grad_key, t.sequence.k_batch, t.kv_head, row), params.grad_key.dim);
+      narrow(w.grad_v + j * dim_v_padded, A(1), p.head_dim_v,
+             at<T>(params.grad_value, t.sequence.k_batch, t.kv_head, row), params.grad_value.dim);
+    }
+  }
+  void store_grad_queries(const KeyTile& t, const A* grad_q) const {
+    for (int64_t g = 0; g < p.group(); g++)
+      for (int64_t i = 0; i < t.sequence.q_len; i++) {
+        const int64_t h = t.kv_head * p.group() + g, row = t.sequence.q_row + i;
+        narrow(grad_q + (g * seqlen_q + i) * dim_padded, A(p.scale), p.head_dim,
+               at<T>(params.grad_query, t.sequence.q_batch, h, row), params.grad_query.dim);
+      }
+  }
+  void store_grad_mask(const KeyTile& t, const QueryTile& q, const Workspace& w) const {
+    for (int64_t r = 0; r < q.queries; r++)
+      for (int64_t j = q.keys.begin; j < q.keys.end; j++)
+        at<A>(params.grad_mask, t.b, q.h, q.i + r)[(t.j0 + j) * params.grad_mask.dim] =
+            w.grad_bias[j * tile_queries + r];
   }
 
-  // The sink is a key of value 0: its dS, summed over all rows of its head.
-  void sum_grad_sink(int64_t h, const Shared& shared) const {
+  // A sink is a key whose value is 0: its gradient is its dS, summed over all rows of its head.
+  void sum_grad_sink(int64_t h, const Shared& all) const {
     double sum = 0;
-    for (int64_t b = 0; b < batch; b++)
-      for (int64_t i = 0; i < p.rows_q; i++)
-        sum -= weight(p.sinks.at<A>(h), *at<A>(p.lse, b, h, i)) * shared.delta[(b * p.heads_q + h) * p.rows_q + i];
-    static_cast<A*>(grad.grad_sinks)[h] = A(sum);
-  }
-
- public:
-  explicit Backward(const AttentionGradParams& params) : grad(params) {}
-
-  int64_t scratch_bytes(int64_t workers) const {
-    return workers * workspace_bytes() + Arena::bytes_of([&](Arena& arena) { take_shared(arena, slots(workers)); });
-  }
-
-  void run(char* scratch, const Runner& runner) const {
-    const int64_t slots = this->slots(runner.workers);
-    Arena arena(scratch + runner.workers * workspace_bytes());
-    Shared shared = take_shared(arena, slots);
-    for (int64_t slot = 0; slot < slots; slot++) new (shared.turn + slot) std::atomic<int64_t>(0);
-    for (int64_t task = 0; task < tasks; task++) new (shared.progress + task) std::atomic<int64_t>(0);
-    auto workspace = [&](int64_t worker) {
-      Arena arena(scratch + worker * workspace_bytes());
-      return take_workspace(arena);
-    };
-    constexpr int64_t chunk = 64;  // rows a task
-    runner.run(ceil_div(rows, chunk), [&](int64_t worker, int64_t index) {
-      Workspace w = workspace(worker);
-      for (int64_t r = index * chunk; r < min(rows, (index + 1) * chunk); r++) find_delta(r, w, shared);
-    });
-    runner.run(tasks, [&](int64_t worker, int64_t index) {
-      run_task(task_at(index, slots), workspace(worker), shared, slots);
-    });
-    if (grad.grad_sinks) runner.run(p.heads_q, [&](int64_t, int64_t h) { sum_grad_sink(h, shared); });
+    for (int64_t b = 0; b < p.batch(); b++)
+      for (int64_t i = 0; i < p.rows_q; i++) {
+        const A weight = weight_from_lse(p.sinks.at<A>(h), *at<A>(p.lse, b, h, i), error_of_lse(b, h, i));
+        sum -= weight * all.delta[(b * p.heads_q + h) * p.rows_q + i];
+      }
+    static_cast<A*>(params.grad_sinks)[h] = A(sum);
   }
 };
 

@@ -1,3 +1,4 @@
+// Chooses the kernels: the best instruction set of this processor, or the one that FLASHSOFTMAX_CPU_ISA names.
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -22,14 +23,14 @@ extern const CpuKernels kernels;
 #endif
 
 static const CpuKernels& choose() {
-  const CpuKernels* all[] = {
+  const CpuKernels* best_first[] = {
 #if defined(__x86_64__)
       &avx512_bf16::kernels, &avx512::kernels, &avx2::kernels,
 #endif
       &portable::kernels};
   const char* wanted = std::getenv("FLASHSOFTMAX_CPU_ISA");
   std::string found;
-  for (const CpuKernels* kernels : all) {
+  for (const CpuKernels* kernels : best_first) {
     if (!kernels->supported()) continue;
     if (!wanted || std::string(wanted) == kernels->name) return *kernels;
     found += std::string(found.empty() ? "" : ", ") + kernels->name;

@@ -1,3 +1,4 @@
+// The kernels for AVX2, FMA and F16C.
 #if defined(__x86_64__)
 #include "standard.h"
 #pragma GCC target("avx2,fma,f16c")
@@ -5,8 +6,8 @@
 #define FLASHSOFTMAX_ISA avx2
 #define FLASHSOFTMAX_ISA_NAME "AVX2"
 #define FLASHSOFTMAX_VECTOR_BYTES 32
-#define FLASHSOFTMAX_TILE_ROWS 4
-#define FLASHSOFTMAX_TILE_COLS 2
+#define FLASHSOFTMAX_BLOCK_ROWS 4
+#define FLASHSOFTMAX_BLOCK_COLS 2
 
 namespace flashsoftmax::avx2 {
 static bool supported() {

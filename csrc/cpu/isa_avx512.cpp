@@ -1,3 +1,4 @@
+// The kernels for AVX-512.
 #if defined(__x86_64__)
 #include "standard.h"
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
@@ -5,8 +6,8 @@
 #define FLASHSOFTMAX_ISA avx512
 #define FLASHSOFTMAX_ISA_NAME "AVX-512"
 #define FLASHSOFTMAX_VECTOR_BYTES 64
-#define FLASHSOFTMAX_TILE_ROWS 8
-#define FLASHSOFTMAX_TILE_COLS 2
+#define FLASHSOFTMAX_BLOCK_ROWS 8
+#define FLASHSOFTMAX_BLOCK_COLS 2
 
 namespace flashsoftmax::avx512 {
 static bool supported() {

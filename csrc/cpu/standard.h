@@ -1,5 +1,5 @@
-// All that the kernels use of the standard library. isa_*.cpp includes it before it chooses a target: the linker keeps
-// one copy of each of these functions for all units, which must run on every processor.
+// The standard headers that the kernels use. isa_*.cpp includes this before it chooses a target: the linker shares the
+// inline functions of these headers between all units, so they must run on every processor.
 #pragma once
 
 #include <algorithm>

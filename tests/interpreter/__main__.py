@@ -58,11 +58,11 @@ def run_case(kernel: str, case: Case, dtype: torch.dtype, seed: int) -> list[int
         lses = [torch.randn(case.batch, case.heads[0], case.rows) for _ in outs]
         with interpreter.session(seed) as run:
             out, lse = operators.merge(outs, lses)
-            operators.merge_backward(torch.ones_like(out), torch.ones_like(lse), outs, lses, lse)
+            operators.merge_backward(torch.ones_like(out), torch.ones_like(lse), outs, lses)
         return run.launches
     arguments = attention_arguments(case, dtype)
     with interpreter.session(seed) as run:
-        out, lse = operators.attention(**arguments)
+        out, lse, lse_error = operators.attention(**arguments)
     if kernel == "backward":
         mask = arguments["attn_mask"]
         arguments = {name: x for name, x in arguments.items() if name not in ("block_table", "split_size")}
@@ -73,6 +73,7 @@ def run_case(kernel: str, case: Case, dtype: torch.dtype, seed: int) -> list[int
                 grad_lse=torch.randn_like(lse),
                 out=out,
                 lse=lse,
+                lse_error=lse_error,
                 mask_grad=mask_grad,
                 **arguments,
             )

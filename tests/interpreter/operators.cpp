@@ -1,5 +1,5 @@
 // The operators with the interpreter as their device: flashsoftmax_interpreted, on CPU tensors.
-#include "../../csrc/ops_cuda.h"
+#include "../../csrc/ops/cuda.h"
 
 namespace flashsoftmax {
 namespace {

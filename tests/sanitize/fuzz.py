@@ -88,11 +88,12 @@ def attention_backward() -> Arguments:
     a = attention()
     while a["block_table"] is not None:
         a = attention()
-    out, lse = torch.ops.flashsoftmax.attention(**a)
+    out, lse, lse_error = torch.ops.flashsoftmax.attention(**a)
     del a["block_table"], a["split_size"]
     float_mask = a["attn_mask"] is not None and a["attn_mask"].dtype != torch.bool
     grads = {"grad_out": maybe(torch.randn_like(out), 0.8), "grad_lse": maybe(torch.randn_like(lse), 0.8)}
-    return a | grads | {"out": out, "lse": lse, "mask_grad": float_mask and random.random() < 0.5}
+    state = {"out": out, "lse": lse, "lse_error": maybe(lse_error, 0.8)}
+    return a | grads | state | {"mask_grad": float_mask and random.random() < 0.5}
 
 
 def merge() -> Arguments:
@@ -107,7 +108,7 @@ def merge_backward() -> Arguments:
     a = merge()
     out, lse = torch.ops.flashsoftmax.merge(**a)
     grads = {"grad_out": maybe(torch.randn_like(out), 0.8), "grad_lse": maybe(torch.randn_like(lse), 0.8)}
-    return a | grads | {"lse": lse}
+    return a | grads
 
 
 def spoil_tensor(x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Bytes that attention moves, by formula: what each kernel reads and writes, tensor by tensor.
+"""Predicts the bytes that attention moves: a formula for what each kernel reads and writes of each tensor.
 
-Two figures stand for each tensor. `asked` is what all threads ask for: a tile of keys counts once for each block that
-reads it, and caches serve most of those. `distinct` counts every byte once a kernel: the least that memory sees, as
-long as no cache holds a tensor from one kernel to the next. tests/test_bench_traffic.py holds both, for our kernels,
-to the bytes that the real ones move.
+There are two figures per tensor. `asked` is the sum over what all threads ask for: a tile of keys counts once per block
+that reads it, and caches serve most of these reads. `distinct` counts every byte once per kernel: the least that memory
+must move if no cache keeps a tensor from one kernel to the next. For our kernels, tests/test_bench_traffic.py compares
+both with the bytes that the real kernels move.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from .shapes import Shape
 
 STATE_BYTES = 8
-"""m and l of a row."""
+"""m and l of a row, in float32."""
 LSE_BYTES = 4
 MATMUL_TILE = 128
-"""Rows and columns of a block of a matrix product that is not ours."""
+"""Rows and columns per block of a matrix product in the unfused pipeline."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,22 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def matmul(m: int, n: int, k: int) -> tuple[int, int]:
-    """Elements asked of [m, k] and [k, n] by blocks of MATMUL_TILE rows and columns of the product."""
+    """Elements asked of [m, k] and of [k, n] by a product whose blocks make MATMUL_TILE rows and columns each."""
     return m * k * ceil_div(n, MATMUL_TILE), k * n * ceil_div(m, MATMUL_TILE)
 
 
 def unfused(shape: Shape, dtype: torch.dtype) -> list[Kernel]:
-    """S = Q K^T, P = softmax(S), O = P V. A row of S stays on chip in the softmax. Every pair is computed and written,
-    hidden or not; query heads that share a key head are rows of one product."""
-    size, units = dtype.itemsize, shape.batch * shape.heads_kv
+    """S = Q K^T, P = softmax(S), O = P V, each a kernel.
+
+    The softmax keeps a row of S on chip. Every score is computed and written, also of hidden keys. Query heads that
+    share a key head are rows of one product.
+    """
+    size, heads = dtype.itemsize, shape.batch * shape.heads_kv
     m, n, d = shape.group * shape.queries, shape.keys, shape.dim
-    rows, keys, scores = units * m * d * size, units * n * d * size, units * m * n * size
-    q, k = (units * size * elements for elements in matmul(m, n, d))
-    p, v = (units * size * elements for elements in matmul(m, d, n))
-    flops = 2 * units * m * n * d
+    rows, keys, scores = heads * m * d * size, heads * n * d * size, heads * m * n * size
+    q, k = (heads * size * elements for elements in matmul(m, n, d))
+    p, v = (heads * size * elements for elements in matmul(m, d, n))
+    flops = 2 * heads * m * n * d
     return [
         Kernel("scores", {"query": Moved(q, rows), "key": Moved(k, keys)}, {"S": once(scores)}, flops),
         Kernel("softmax", {"S": once(scores)}, {"P": once(scores)}, 0),
@@ -74,8 +77,11 @@ def unfused(shape: Shape, dtype: torch.dtype) -> list[Kernel]:
 
 
 def two_pass(shape: Shape, dtype: torch.dtype) -> list[Kernel]:
-    """m and l of each row first, then the scores again, now with weights that are final. No score is written and no
-    accumulator rescaled; keys are read twice, and there are three products in place of two. Tiles as ours."""
+    """First m and l of each row, then the scores once more, with their final weights.
+
+    No score is written and no accumulator is rescaled, but keys are read twice and there are three products instead of
+    two. The tiles are those of our kernels.
+    """
     q, k, v, o = (tensors(shape, dtype)[name] for name in ("query", "key", "value", "out"))
     states = once(shape.batch * shape.heads * shape.queries * STATE_BYTES)
     return [
@@ -85,7 +91,7 @@ def two_pass(shape: Shape, dtype: torch.dtype) -> list[Kernel]:
 
 
 def forward(shape: Shape, dtype: torch.dtype) -> list[Kernel]:
-    """csrc/cuda/sm80/forward.cuh: a block a tile of queries, over the tiles of keys that they see."""
+    """csrc/cuda/sm80/forward.cuh: a block has one tile of queries, and loops over the tiles of keys that they see."""
     moved = tensors(shape, dtype)
     lse = once(shape.batch * shape.heads * shape.queries * LSE_BYTES)
     reads = {name: moved[name] for name in ("query", "key", "value")}
@@ -93,8 +99,10 @@ def forward(shape: Shape, dtype: torch.dtype) -> list[Kernel]:
 
 
 def decode(shape: Shape, dtype: torch.dtype) -> list[Kernel]:
-    """csrc/cuda/sm80/decode.cuh: a block a split of the keys, for the queries of all heads that share them; then
-    csrc/cuda/merge.cu: the merge of the states of the splits."""
+    """csrc/cuda/sm80/decode.cuh: each block has one split of the keys, and the queries of all heads that share them.
+
+    csrc/cuda/merge.cu then merges the states of the splits.
+    """
     moved = tensors(shape, dtype)
     reads = {name: moved[name] for name in ("query", "key", "value")}
     rows, splits = shape.batch * shape.heads * shape.queries, split_ranges(shape)
@@ -105,7 +113,7 @@ def decode(shape: Shape, dtype: torch.dtype) -> list[Kernel]:
     filled = sum(len(keys) > 0 for keys in splits)
     states = len(splits) * rows * STATE_BYTES
     acc = filled * rows * ceil_div(shape.dim, 4) * 16
-    # A row's lanes, each of `width` elements, all read the row's states.
+    # Each lane of a row has `width` elements of acc, and reads the states of the whole row.
     width = 4 if shape.dim % 4 == 0 else 1
     needed = ceil_div(shape.dim, width)
     lanes = min(32, 1 << (needed - 1).bit_length())
@@ -133,7 +141,7 @@ def is_decode(shape: Shape) -> bool:
 
 
 def split_ranges(shape: Shape) -> list[range]:
-    """The keys of each split that some query sees."""
+    """For each split, the range of its keys that some query sees."""
     size = ceil_div(max(1024, 16 * shape.queries), 128) * 128
     first, end = shape.first(0), shape.end(shape.queries - 1)
     count = max(1, ceil_div(shape.keys, size))
@@ -141,19 +149,19 @@ def split_ranges(shape: Shape) -> list[range]:
 
 
 def tile_of(shape: Shape, dtype: torch.dtype) -> tuple[int, int]:
-    """Queries and keys of a tile of the forward."""
+    """Queries and keys per tile of the forward."""
     row = dtype.itemsize * next(dim for dim in (64, 128, 256) if shape.dim <= dim)
     return (128, 64) if row < 256 else (2**15 // row, 2**14 // row)
 
 
 def tensors(shape: Shape, dtype: torch.dtype) -> dict[str, Moved]:
-    """Query, key, value and out, as our forward or our decode moves them."""
+    """What our forward or decode moves of query, key, value and out."""
     row = shape.dim * dtype.itemsize
     rows = shape.batch * shape.heads * shape.queries * row
     if is_decode(shape):
         splits = split_ranges(shape)
         tall = shape.group * shape.queries
-        blocks = ceil_div(tall, 16 if tall <= 16 else 32)  # that read the same keys
+        blocks = ceil_div(tall, 16 if tall <= 16 else 32)  # blocks that read the same keys
         keys = shape.batch * shape.heads_kv * sum(map(len, splits)) * row
         used = max(1, sum(len(split) > 0 for split in splits))
         query, keys_moved = Moved(used * rows, rows), Moved(blocks * keys, keys)

@@ -1,4 +1,4 @@
-"""Bytes counted where the interpreter of tests/ executes the real CUDA kernels on the CPU."""
+"""Counts the bytes that the CUDA kernels move while the interpreter of tests/ executes them on the CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
+
+from flashsoftmax.library import ARGUMENTS
 
 from .command import number
 from .shapes import DTYPES, Shape
@@ -15,16 +17,16 @@ Case = tuple[Shape, str]
 
 
 def unavailable() -> str | None:
-    """Why nothing can be counted here."""
+    """Why nothing can be counted here; None if it can."""
     try:
         reason: str | None = import_module("tests.interpreter").unavailable()
     except ImportError as error:
-        return f"the interpreter of tests/ does not load: {error}; run from the repository's root"
+        return f"tests/interpreter does not import ({error}); run from the root of the repository"
     return reason
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every mask, grouped heads, ragged ends, each tile size, one split and several."""
+    """All masks, grouped heads, lengths that end within a tile, each tile size, one split and several."""
     shapes = [
         Shape("forward", 1, 1, 1, 256, 256, 64),
         Shape("forward", 1, 1, 1, 256, 256, 64, True),
@@ -45,14 +47,16 @@ def cases(quick: bool) -> list[Case]:
 
 
 def count(shape: Shape, dtype: str) -> list[dict[str, Any]]:
-    """Of each kernel that runs: what the model says, and what was counted."""
+    """For each kernel of the call: the bytes of the model, and the bytes counted."""
     interpreter = import_module("tests.interpreter")
     operators = interpreter.operators()
     query, key, value, _ = shape.inputs(DTYPES[dtype], "cpu")
-    lengths = (shape.queries, shape.keys, 1 / math.sqrt(shape.dim), 0.0)
-    window = (shape.window, 0 if shape.causal else None)
+    arguments = dict.fromkeys(ARGUMENTS["attention"]) | {"query": query, "key": key, "value": value}
+    arguments |= {"max_seqlen_q": shape.queries, "max_seqlen_k": shape.keys}
+    arguments |= {"scale": 1 / math.sqrt(shape.dim), "softcap": 0.0}
+    arguments |= {"window_left": shape.window, "window_right": 0 if shape.causal else None}
     with interpreter.session() as run:
-        operators.attention(query, key, value, *[None] * 7, *lengths, *window, None, None)
+        operators.attention(**arguments)
     kernels = ours(shape, DTYPES[dtype])
     return [record(shape, dtype, *pair) for pair in zip(kernels, run.launches, strict=True)]
 
@@ -86,8 +90,8 @@ def record(shape: Shape, dtype: str, kernel: Kernel, launched: Any) -> dict[str,
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = ["counted", "dtype", "kernel", "asked, read", "written", "distinct, read", "written", "as the model"]
-    header += ["32-byte sectors", "ideal"]
+    header = ["counted", "dtype", "kernel", "asked: read", "asked: written", "distinct: read", "distinct: written"]
+    header += ["as predicted", "32-byte sectors", "ideal sectors"]
     counts = ("counted_asked_read", "counted_asked_written", "counted_distinct_read", "counted_distinct_written")
     return header, [
         [

@@ -1,4 +1,4 @@
-"""What the commands have in common: options, progress, tables, and files that say where they come from."""
+"""What the commands have in common: options, progress, tables, and files that record their origin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import BENCHMARKS
+from .. import COMMANDS
 from .record import Machine, now, write_csv, write_json
 from .shapes import DTYPES
 
@@ -24,32 +24,36 @@ T = TypeVar("T")
 
 
 def names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """An argument's type: some of the known names, separated by commas."""
+    """The type of an option that takes some of the known names, separated by commas."""
 
     def parse(text: str) -> list[str]:
         chosen = text.split(",")
         if not set(chosen) <= set(known):
-            raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(known)}, separated by commas")
+            raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(known)}, separated by commas")
         return chosen
 
     return parse
 
 
 def parser(name: str) -> argparse.ArgumentParser:
-    """Of a benchmark, with the options that all take."""
-    made = argparse.ArgumentParser(prog=f"python -m bench {name}", description=BENCHMARKS[name])
+    """The options that the commands share."""
+    made = argparse.ArgumentParser(prog=f"python -m bench {name}", description=COMMANDS[name])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    made.add_argument("--device", choices=("cpu", "cuda"), default=device)
-    made.add_argument("--dtype", type=names(list(DTYPES)), default=list(DTYPES), help=",".join(DTYPES))
-    made.add_argument("--quick", action="store_true", help="small and short")
-    made.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for records and pictures")
-    made.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
+    made.add_argument("--device", choices=("cpu", "cuda"), default=device, help="default here: %(default)s")
+    made.add_argument("--dtype", type=names(list(DTYPES)), default=list(DTYPES), help=f"some of {','.join(DTYPES)}")
+    made.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+    made.add_argument(
+        "--out", type=Path, default=Path("build/bench"), help="folder of records and pictures; default: %(default)s"
+    )
+    made.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default here: %(default)s"
+    )
     return made
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a benchmark."""
+    """One run of a command."""
 
     options: argparse.Namespace
     machine: Machine
@@ -61,7 +65,7 @@ class Run:
         options = parser.parse_args(argv)
         torch.set_num_threads(options.threads)
         console = Console(highlight=False, file=sys.stdout)
-        console.width = max(console.width, 140)  # of the tables
+        console.width = max(console.width, 140)  # the tables need it
         run = cls(options, Machine.here(options.device), shlex.join([*parser.prog.split(), *argv]), console)
         run.say(str(run.machine))
         return run
@@ -71,7 +75,7 @@ class Run:
             self.console.print(line, markup=False)
 
     def track(self, verb: str, items: Sequence[T], describe: Callable[[T], str] = str) -> Iterator[T]:
-        """The items, under a progress bar."""
+        """Yields the items, and shows a progress bar."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         silent = not self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=silent) as progress:
@@ -84,7 +88,7 @@ class Run:
     def write(
         self, stem: str, results: Sequence[Mapping[str, object]], rows: Iterable[Mapping[str, object]] | None = None
     ) -> Path:
-        """stem.json, and stem.csv of the rows, which are the results where none are given."""
+        """Writes the results to stem.json, and the rows (by default the results) to stem.csv."""
         path: Path = self.options.out / stem
         path.parent.mkdir(parents=True, exist_ok=True)
         origin = {"command": self.command, "date": now(), "machine": asdict(self.machine)}
@@ -99,12 +103,12 @@ class Run:
 
 
 def number(x: float) -> str:
-    """Three digits."""
+    """Three significant digits."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def size(count: float) -> str:
-    """Of bytes, in binary units."""
+    """A number of bytes, in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{number(count)} {unit}"
@@ -113,7 +117,7 @@ def size(count: float) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
-    """For the terminal; the first `left` columns are of text."""
+    """A table for the terminal; the first `left` columns are text, the others numbers."""
     made = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for index, name in enumerate(header):
         made.add_column(name, justify="left" if index < left else "right", no_wrap=True)
@@ -123,7 +127,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Iterator[str]:
-    """The same for a page."""
+    """The same table in Markdown."""
     yield f"| {' | '.join(header)} |"
     yield f"|{'|'.join(' --- ' if i < left else ' ---: ' for i in range(len(header)))}|"
     for row in rows:

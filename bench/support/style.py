@@ -1,4 +1,4 @@
-"""One look for every picture: no background, and colours that can be read on white and on black."""
+"""The common look of all pictures: no background, and colours that can be read on white and on black."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ RC: Any = {
 def picture(
     path: Path, rows: int, columns: int, caption: str, size: tuple[float, float] = (4, 2.3)
 ) -> Iterator[tuple[Figure, list[list[Axes]]]]:
-    """A grid of axes of that size in inches, saved as path.png and path.svg. The caption says where it was measured."""
+    """A grid of axes, each of `size` inches, saved as path.png and path.svg. The caption says where it was measured."""
     with plt.rc_context(RC):
         inches = (1 + size[0] * columns, 1 + size[1] * rows)
         figure, axes = plt.subplots(rows, columns, figsize=inches, squeeze=False, layout="constrained")
@@ -69,12 +69,12 @@ def picture(
 
 
 def shades(color: str) -> LinearSegmentedColormap:
-    """From nothing to a colour."""
+    """A colour map from transparent to `color`."""
     return LinearSegmentedColormap.from_list("shades", ["#00000000", color])
 
 
 def powers(axes: Axes, values: Iterable[float]) -> None:
-    """A logarithmic x-axis with ticks at these values."""
+    """Makes the x-axis logarithmic, with ticks at these values."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(sorted(set(values))))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -82,7 +82,7 @@ def powers(axes: Axes, values: Iterable[float]) -> None:
 
 
 def legend(beside: Figure | Axes, looks: Mapping[str, tuple[str, Any]]) -> None:
-    """Names with their colour and dashes, above a figure or to the right of axes."""
+    """Adds a legend of colours and dashes, above a figure or to the right of axes."""
     handles = [Line2D([], [], color=color, linestyle=dashes, label=name) for name, (color, dashes) in looks.items()]
     if isinstance(beside, Figure):
         beside.legend(handles=handles, loc="outside upper left", ncols=len(handles))

@@ -1,4 +1,4 @@
-"""What machines can do at most: bandwidth, and peak by dtype."""
+"""The limits of machines: memory bandwidth, and peak arithmetic rate per dtype."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .timing import interleaved
 class Roof:
     name: str
     bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     peak: dict[str, float]
-    """FLOP a second by dtype, without sparsity. float32 is that of FMA units, which our kernels use for it."""
+    """FLOP per second for each dtype, without sparsity. float32 is the rate of the FMA units, which our kernels use."""
     source: str
 
     def ridge(self, dtype: str) -> float:
-        """FLOP a byte where both limits meet: below it memory decides, above it arithmetic."""
+        """FLOP per byte at which both limits meet: below it memory is the limit, above it arithmetic."""
         return self.peak[dtype] / self.bandwidth
 
     def side(self, intensity: float, dtype: str) -> str:
         return "memory" if intensity < self.ridge(dtype) else "arithmetic"
 
     def floor(self, moved: float, flops: float, dtype: str) -> float:
-        """Seconds that it takes at least."""
+        """The least time, in seconds."""
         return max(moved / self.bandwidth, flops / self.peak[dtype])
 
 
@@ -44,12 +44,12 @@ GPUS = (
 
 
 def this_cpu(keys: int = 2**19, rounds: int = 41) -> Roof:
-    """Measured by bench/limits: a read of keys and values far larger than the cache, and multiply-adds."""
+    """Measures this CPU: a read of keys and values far larger than the cache, and multiply-adds."""
     read = Shape("decode", 1, 8, 8, 1, keys, 128)
     compute = Shape("forward", 1, 1, 1, 64, 64, 64)
 
     def rate(shape: Shape, dtype: str) -> float:
-        inputs = shape.inputs(DTYPES[dtype], "cpu")  # which must outlive the read
+        inputs = shape.inputs(DTYPES[dtype], "cpu")  # kept in a variable: the timed read uses their memory
         best = limit(shape, inputs, "cpu")
         return best.work / min(interleaved({"limit": best.timed}, "cpu", rounds)["limit"])
 

@@ -1,4 +1,4 @@
-"""What the machine can do at most, to be timed in turns with what is measured."""
+"""The limits of the machine, as calls that are timed in turns with the contenders."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ READ_BYTES = 2**26
 class Limit:
     name: str
     work: float
-    """FLOPs or bytes a call."""
+    """FLOPs or bytes per call."""
     timed: Timed
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """limits.cpp, compiled on first use; None where that cannot be."""
+    """limits.cpp, compiled on first use; None if it does not compile here."""
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         return None
@@ -68,7 +68,7 @@ def matrix_product(dtype: torch.dtype, device: str, size: int) -> Limit:
 
 
 def read(inputs: Inputs) -> Limit:
-    """Of every byte of the keys and values, as often as makes it long beside the start of a thread."""
+    """Reads every byte of the keys and values, in so many passes that the start of the threads takes no share."""
     key, value = inputs.key.detach(), inputs.value.detach()
     both = key.nbytes + value.nbytes
     function = getattr(library(), "read_both", None)
@@ -88,7 +88,7 @@ def copy(inputs: Inputs) -> Limit:
 
 
 def limit(shape: Shape, inputs: Inputs, device: str) -> Limit:
-    """float16 is computed in FP32 on a CPU."""
+    """What limits this shape: memory for decode, arithmetic otherwise. On a CPU, float16 is computed in float32."""
     dtype = inputs.query.dtype
     if device == "cuda":
         return copy(inputs) if shape.kind == "decode" else matrix_product(dtype, device, 8192)

@@ -1,4 +1,4 @@
-"""Ours and every peer that is there."""
+"""Ours and every peer, all called alike: query [batch, heads, queries, dim], and the last query sees the last key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .timing import Timed
 
 OURS = "flashsoftmax"
 DEFAULT = "torch"
-"""torch's scaled_dot_product_attention with the backend that it chooses; on a CPU that is flash."""
+"""torch's scaled_dot_product_attention with the backend that it chooses; on a CPU that is its flash attention."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Shape], Tensor]
 
@@ -31,7 +31,7 @@ def ours(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
     return attention(query, key, value, causal=shape.causal, window=window)
 
 
-def torchs(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+def sdpa(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
     gqa = shape.group > 1
     if shape.window is None and (shape.queries == shape.keys or not shape.causal):
         return scaled_dot_product_attention(query, key, value, is_causal=shape.causal, enable_gqa=gqa)
@@ -40,7 +40,7 @@ def torchs(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, shape: Shape, rows: Tensor | None = None) -> Tensor:
-    """Writes the scores. With `rows` the query holds only these of the shape's."""
+    """Attention that writes the score matrix. `rows`: which of the shape's queries `query` holds; all if None."""
     rows = torch.arange(shape.queries, device=query.device) if rows is None else rows
     grouped = query.unflatten(1, (-1, shape.group)).flatten(2, 3)
     scores = grouped @ key.mT * shape.dim**-0.5
@@ -52,24 +52,26 @@ def naive(query: Tensor, key: Tensor, value: Tensor, shape: Shape, rows: Tensor 
 
 
 def flash_attn(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+    """flash_attn takes and returns [batch, rows, heads, dim]."""
     from flash_attn import flash_attn_func, flash_attn_with_kvcache  # type: ignore[import-not-found]
 
     if shape.window is not None:
-        raise NotImplementedError("without a window, as called here")
+        raise NotImplementedError("the benchmark calls flash_attn without a window only")
     call = flash_attn_with_kvcache if shape.kind == "decode" else flash_attn_func
-    out: Tensor = call(query.mT, key.mT, value.mT, causal=shape.causal).mT
-    return out
+    out: Tensor = call(*(x.transpose(1, 2) for x in (query, key, value)), causal=shape.causal)
+    return out.transpose(1, 2)
 
 
 def flashinfer(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+    """flashinfer takes one sequence: query [rows, heads, dim], to decode [heads, dim], HND key [heads, keys, dim]."""
     from flashinfer import (  # type: ignore[import-not-found]
         single_decode_with_kv_cache,
         single_prefill_with_kv_cache,
     )
 
     if shape.batch > 1 or shape.kind == "forward + backward" or shape.window is not None:
-        raise NotImplementedError("a single request forward without a window, as called here")
-    if shape.kind == "decode":
+        raise NotImplementedError("the benchmark calls flashinfer for a forward of one sequence without a window only")
+    if shape.queries == 1:
         out: Tensor = single_decode_with_kv_cache(query[0, :, 0], key[0], value[0], kv_layout="HND")
         return out[None, :, None]
     rows = query[0].transpose(0, 1).contiguous()
@@ -82,21 +84,21 @@ class Peer:
     attend: Attend
     within: Callable[[], AbstractContextManager[object]] = nullcontext
     writes: Callable[[Shape], int] = lambda shape: 0
-    """Bytes at most, beside the output."""
+    """Upper bound of the bytes that it writes beside its output."""
 
 
 def peers(device: str) -> dict[str, Peer]:
     unfused = {
-        "torch math": Peer(torchs, partial(sdpa_kernel, SDPBackend.MATH), lambda x: x.score_bytes + x.repeated_bytes),
+        "torch math": Peer(sdpa, partial(sdpa_kernel, SDPBackend.MATH), lambda x: x.score_bytes + x.repeated_bytes),
         "naive": Peer(naive, writes=lambda x: x.score_bytes),
     }
     if device == "cpu":
-        return {DEFAULT: Peer(torchs), **unfused}
+        return {DEFAULT: Peer(sdpa), **unfused}
     return {
-        DEFAULT: Peer(torchs),
-        "torch flash": Peer(torchs, partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
-        "torch cudnn": Peer(torchs, partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)),
-        "torch efficient": Peer(torchs, partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION)),
+        DEFAULT: Peer(sdpa),
+        "torch flash": Peer(sdpa, partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
+        "torch cudnn": Peer(sdpa, partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)),
+        "torch efficient": Peer(sdpa, partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION)),
         **unfused,
         "flash_attn": Peer(flash_attn),
         "flashinfer": Peer(flashinfer),
@@ -104,7 +106,7 @@ def peers(device: str) -> dict[str, Peer]:
 
 
 def results(attend: Attend, inputs: Inputs, shape: Shape) -> tuple[Tensor, ...]:
-    """The output, and where the shape asks for them the gradients."""
+    """The output, and the gradients if the shape asks for them."""
     query, key, value, grad = inputs
     out = attend(query, key, value, shape)
     if shape.kind != "forward + backward":
@@ -113,26 +115,27 @@ def results(attend: Attend, inputs: Inputs, shape: Shape) -> tuple[Tensor, ...]:
 
 
 def comfortable_bytes(device: str) -> int:
+    """How much a peer may write."""
     return torch.cuda.get_device_properties(0).total_memory // 8 if device == "cuda" else 2**30
 
 
 def obstacle(name: str, peer: Peer, timed: Timed, shape: Shape, device: str) -> str | None:
-    """Why a peer cannot be timed; None where it can."""
+    """Why a peer cannot be timed; None if it can."""
     if name in ("flash_attn", "flashinfer") and find_spec(name) is None:
         return "not installed"
     if peer.writes(shape) > comfortable_bytes(device):
-        return "writes too much"
+        return "it would write too much"
     try:
         with warnings.catch_warnings(), timed.within():
-            warnings.simplefilter("ignore")  # torch warns of each reason against a backend
+            warnings.simplefilter("ignore")  # torch warns about each reason against a backend
             timed.call()
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return str(error).partition("\n")[0]
+    except Exception as error:  # peers refuse with all kinds of exceptions, asserts among them
+        return str(error).partition("\n")[0] or type(error).__name__
     return None
 
 
 def contenders(shape: Shape, inputs: Inputs, device: str) -> tuple[dict[str, Timed], dict[str, str]]:
-    """What is timed, ours first, and what is not, with the reason."""
+    """The contenders that can be timed, ours first, and the reason for each that cannot."""
     timed = {OURS: Timed(partial(results, ours, inputs, shape))}
     missing: dict[str, str] = {}
     for name, peer in peers(device).items():

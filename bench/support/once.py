@@ -1,4 +1,4 @@
-"""One contender called once in a process of its own, for what watches it from outside: python -m bench.once TASK."""
+"""Calls one contender once, in a process that `watched` measures from outside: python -m bench.support.once TASK."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def task(shape: Shape, dtype: str, contender: str, device: str, threads: int, ca
 
 
 def peak(device: str) -> int:
-    """Bytes that the process, or torch on the device, has held at most."""
+    """Most bytes held at a time so far: by the process, or by torch on the GPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")
-    if status.exists():  # Linux counts what the parent held in ru_maxrss
+    if status.exists():  # on Linux, ru_maxrss includes the parent's peak
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     scale = 1 if sys.platform == "darwin" else 1024
@@ -33,13 +33,15 @@ def peak(device: str) -> int:
 
 
 def main(given: dict[str, Any]) -> None:
-    """Prints the bytes that the call took beside its inputs."""
+    """Prints the peak memory of the call beyond its inputs, in bytes."""
     shape, device = Shape(**given["shape"]), given["device"]
     torch.set_num_threads(given["threads"])
     peer = {OURS: Peer(ours), **peers(device)}[given["contender"]]
     small = Shape(shape.kind, 1, shape.group, 1, min(shape.queries, 64), 64, shape.dim, shape.causal, shape.window)
     with peer.within():
-        results(peer.attend, small.inputs(DTYPES[given["dtype"]], device), small)  # loads what it needs
+        results(
+            peer.attend, small.inputs(DTYPES[given["dtype"]], device), small
+        )  # loads libraries and kernels before the measurement
     inputs = shape.inputs(DTYPES[given["dtype"]], device)
     before = peak(device)
     if given["call"]:

@@ -1,4 +1,4 @@
-"""The recurrence over tiles of keys, and two ways to get it wrong. For pictures; csrc/softmax.h is what runs."""
+"""The recurrence over tiles of keys, and two ways to get it wrong. For pictures; the kernels use csrc/softmax.h."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .shapes import Shape
 
 @dataclass(frozen=True)
 class Step:
-    """The states of the rows after a tile: m, l, alpha [rows], acc [rows, dim]."""
+    """Row states after a tile: m, l and alpha [rows], acc [rows, dim]."""
 
     m: Tensor
     l: Tensor  # noqa: E741
     acc: Tensor
     alpha: Tensor
-    """What the tile multiplied l and acc by, before its own keys were added."""
+    """The factor by which l and acc were multiplied before the keys of the tile were added."""
 
     @property
     def output(self) -> Tensor:
@@ -32,10 +32,10 @@ class Step:
 def steps(
     scores: Tensor, values: Tensor, tile: int, *, first_m: float = -math.inf, rescale_acc: bool = True
 ) -> Iterator[Step]:
-    """After each tile of scores [rows, keys] and values [keys, dim], in float32.
+    """The row states after each tile of scores [rows, keys] and values [keys, dim], computed in float32.
 
-    first_m = 0 and rescale_acc = False are the mistakes: m that does not start below every score, and an accumulator
-    that stays behind when l is rescaled.
+    Two mistakes can be asked for. first_m = 0: m does not start below every score. rescale_acc = False: acc is not
+    rescaled with l.
     """
     rows = len(scores)
     m = torch.full((rows,), first_m, device=scores.device)
@@ -52,7 +52,7 @@ def steps(
 def tiled(
     query: Tensor, key: Tensor, value: Tensor, shape: Shape, *, first_m: float = -math.inf, rescale_acc: bool = True
 ) -> Tensor:
-    """Attention by these steps, head by head: tiles of 128 keys, all keys visible to each query."""
+    """Attention by these steps, head by head, in tiles of 128 keys; each query sees all keys."""
     out = torch.empty_like(query)
     for b in range(shape.batch):
         for h in range(shape.heads):

@@ -1,4 +1,4 @@
-"""What is measured of a call from outside: memory, the processor's counters, and a GPU's through Nsight Compute."""
+"""Measures a call from outside its process: memory, the processor's counters, and a GPU's by Nsight Compute."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NCU = ("--profile-from-start", "off", "--metrics", "dram__bytes_read.sum,dram__b
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes, or why there are none."""
+    """A number of bytes, or the reason why there is none."""
 
     bytes: int | None
     absent: str | None = None
 
 
 def run(task: str, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    command = [*before, sys.executable, "-m", "bench.once", task]
+    command = [*before, sys.executable, "-m", "bench.support.once", task]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -35,7 +35,7 @@ def failure(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def peak_memory(task: str) -> Measured:
-    """What a process of its own took for the call, beside the inputs."""
+    """Peak memory of the call beyond its inputs, in a process of its own."""
     done = run(task)
     if done.returncode:
         return Measured(None, failure(done))
@@ -43,7 +43,7 @@ def peak_memory(task: str) -> Measured:
 
 
 def no_perf() -> str | None:
-    """Why perf cannot count what the last cache misses; None where it can."""
+    """Why perf cannot count misses of the last-level cache; None if it can."""
     if shutil.which("perf") is None:
         return "perf is not installed"
     done = subprocess.run(["perf", "stat", "-x,", "-e", "cache-misses", "true"], capture_output=True, text=True)
@@ -51,12 +51,15 @@ def no_perf() -> str | None:
     if found.isdigit():
         return None
     if "not supported" in found:
-        return "this processor, or the virtual machine, shows perf no cache-misses"
+        return "perf sees no cache-misses counter on this processor or virtual machine"
     return failure(done)
 
 
 def counted_by_perf(task: str, task_without_call: str) -> Measured:
-    """Lines that the last cache missed, in bytes: a process that calls less one that only makes the inputs."""
+    """Bytes of the cache lines that the last-level cache missed.
+
+    The misses of a process that only makes the inputs are subtracted.
+    """
     lines = []
     for each in (task, task_without_call):
         done = run(each, ("perf", "stat", "-x,", "-e", "cache-misses"))
@@ -68,14 +71,14 @@ def counted_by_perf(task: str, task_without_call: str) -> Measured:
 
 
 def no_ncu(device: str) -> str | None:
-    """Why Nsight Compute cannot count DRAM bytes; None where it can."""
+    """Why Nsight Compute cannot count DRAM bytes; None if it can."""
     if device != "cuda":
         return "no GPU"
     return None if shutil.which("ncu") else "ncu is not installed"
 
 
 def counted_by_ncu(task: str) -> Measured:
-    """DRAM bytes of every kernel of the call."""
+    """DRAM bytes of all kernels of the call."""
     done = run(task, ("ncu", *NCU, "--print-units", "base"))
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     rows = [row for row in csv.DictReader(lines) if row.get("Metric Name", "").startswith("dram__bytes")]

@@ -1,4 +1,4 @@
-"""Interleaved timing in one process."""
+"""Times several calls in one process, in turns."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import torch
 
 SAMPLE_SECONDS = 0.01
-"""A sample lasts at least that: a short call is repeated."""
+"""Shortest sample: shorter calls are repeated to fill it."""
 
 PAUSE_SECONDS = 0.03
-"""Before a sample, until threads of the one before no longer spin: they took half the machine from what came next."""
+"""Pause before a sample: the threads of the previous call spin for a while, and took half of the machine meanwhile."""
 
 
 @dataclass(frozen=True)
 class Timed:
     call: Callable[[], object]
     within: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Entered before the clock starts."""
+    """A context that is entered before the clock starts."""
 
 
 def seconds(timed: Timed, device: str, repeats: int = 1) -> float:
-    """A call takes, on average."""
+    """Seconds per call, averaged over the repeats."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     with timed.within():
         synchronize()
@@ -38,9 +38,9 @@ def seconds(timed: Timed, device: str, repeats: int = 1) -> float:
 
 
 def interleaved(calls: Mapping[str, Timed], device: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds a call in each round. In a round each has its turn, in random order.
+    """Seconds per call of each contender in each round; a round times every contender once, in random order.
 
-    So all meet the same drift of the clock, and none always follows the same other.
+    So all contenders see the same drift of the clock, and none always follows the same other one.
     """
     for timed in calls.values():
         seconds(timed, device)

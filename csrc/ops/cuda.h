@@ -3,7 +3,7 @@
 
 #include <cstdlib>
 
-#include "ops.h"
+#include "operators.h"
 
 namespace flashsoftmax {
 

@@ -1,4 +1,4 @@
-// What the processor can do at most: multiply-adds that never leave the registers, and a read of every byte.
+// The limits of the processor: multiply-adds that never leave the registers, and a plain read of memory.
 // Compiled for the processor it runs on.
 
 #include <cstdint>
@@ -22,7 +22,7 @@ using Words = uint64_t __attribute__((vector_size(kVectorBytes)));
 using UnalignedWords = uint64_t __attribute__((vector_size(kVectorBytes), aligned(8)));
 
 constexpr int kFloats = kVectorBytes / sizeof(float);
-constexpr int kChains = 12;  // enough for the latency of two units, and they fit 16 registers with two operands
+constexpr int kChains = 12;  // cover the latency of two FMA units, and fit 16 registers beside two operands
 
 template <class Work>
 void on_threads(int threads, Work work) {
@@ -32,7 +32,7 @@ void on_threads(int threads, Work work) {
   for (auto& other : others) other.join();
 }
 
-// Keeps a value in a register, and the compiler from knowing it.
+// Hides x from the optimizer, so that the work on it is not removed; x stays in a register.
 template <class T>
 inline void hide(T& x) {
 #if defined(__x86_64__)
@@ -55,7 +55,7 @@ void chains(int64_t steps, Step step) {
 
 extern "C" {
 
-// Returns the floating-point operations done.
+// Returns the number of floating-point operations.
 double fma_float32(int threads, int64_t steps) {
   on_threads(threads, [=](int) {
     Floats a = Floats{} + 0.5f, b = Floats{} + 1.0f;
@@ -83,7 +83,7 @@ double dot_bfloat16(int threads, int64_t steps) {
 }
 #endif
 
-// Reads `bytes` at k and as many at v, `passes` times, each thread from four places at once.
+// Reads `bytes` from k and as many from v, `passes` times. Each thread reads four streams side by side.
 void read_both(const char* k, const char* v, int64_t bytes, int threads, int passes) {
   constexpr int64_t step = 2 * kVectorBytes;
   int64_t half = bytes / threads / (2 * step) * step;

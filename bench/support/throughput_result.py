@@ -1,4 +1,4 @@
-"""Throughput as a table, as records, as a picture and as a part of a page."""
+"""Shows throughput as a table, as records, as a picture and as a part of docs/results.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNITS = {"GB/s": 1e9, "GFLOP/s": 1e9, "TFLOP/s": 1e12}
 
 @dataclass(frozen=True)
 class Result:
-    """Of one shape in one dtype: seconds a call in each round, of ours and of each peer."""
+    """Seconds per call in each round, for ours and each peer, of one shape in one dtype."""
 
     suite: str
     shape: Shape
@@ -35,9 +35,9 @@ class Result:
     seconds: dict[str, list[float]]
     limit: str
     limit_rounds: list[float]
-    """What the limit came to in each round, in `unit`."""
+    """The measured limit in each round, in `unit`."""
     missing: dict[str, str]
-    """Peers that were not timed, with the reason."""
+    """Peers that were not timed, each with the reason."""
 
     def rates(self, name: str) -> list[float]:
         """Throughput in each round, in `unit`."""
@@ -55,7 +55,7 @@ class Result:
 
     @property
     def share(self) -> float:
-        """Of the limit, which is the most that it came to in any round."""
+        """Our share of the limit, of which the best round counts."""
         return self.rate(OURS) / max(self.limit_rounds)
 
     def record(self, machine: Machine) -> dict[str, object]:
@@ -71,7 +71,7 @@ class Result:
         return {"machine": str(machine), **asdict(self), **summary}
 
     def rows(self, machine: Machine) -> Iterator[dict[str, object]]:
-        """One for each round of each contender, the limit among them."""
+        """A row per contender and round; the limit is one of the contenders."""
         shape = {"machine": str(machine), "suite": self.suite, "dtype": self.dtype, **asdict(self.shape)}
         for name, seconds in self.seconds.items():
             for i, (time, rate) in enumerate(zip(seconds, self.rates(name), strict=True)):
@@ -100,13 +100,13 @@ def ratio_text(ratio: float) -> str:
 
 def table(results: Sequence[Result]) -> Table:
     made = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for header in ("dtype", "", ""):
+    for header in ("dtype", "kind", "mask"):
         made.add_column(header, no_wrap=True)
     shape = ("batch", "heads\nq/kv", "queries\nx keys", "dim")
-    for header in (*shape, "ms", "rate", "of the\nlimit", "torch's\nms", ""):
+    for header in (*shape, "ms", "rate", "of the\nlimit", "torch's\nms", "over\ntorch"):
         made.add_column(header, justify="right", no_wrap=True)
     made.add_column("best\npeer", no_wrap=True)
-    made.add_column("", justify="right", no_wrap=True)
+    made.add_column("over\nit", justify="right", no_wrap=True)
     for group in by_dtype(results).values():
         for result in group:
             made.add_row(*table_row(result))
@@ -142,7 +142,7 @@ def by_dtype(results: Iterable[Result]) -> dict[str, list[Result]]:
 
 
 def closing(results: Sequence[Result]) -> Iterator[str]:
-    """A line for each dtype, then what the limits are and what was not timed."""
+    """A line per dtype, then the limits, and what was not timed and why."""
     for dtype, group in by_dtype(results).items():
         torchs = [result.ratio(DEFAULT) for result in group]
         best = [result.ratio(result.best_peer) for result in group]
@@ -165,14 +165,14 @@ def closing(results: Sequence[Result]) -> Iterator[str]:
 
 
 def column(shape: Shape) -> str:
-    """Of the picture."""
+    """The column of the picture that shows the shape."""
     if shape.kind == "decode":
         return f"decode, {shape.heads} heads on {shape.heads_kv}"
     return f"{shape.kind}, head dim {shape.dim}"
 
 
 def variant(shape: Shape) -> str:
-    """Of the shapes in a panel."""
+    """What tells the lines of a panel apart."""
     return f"batch {shape.batch}" if shape.kind == "decode" else "causal" if shape.causal else "full"
 
 
@@ -181,7 +181,7 @@ def dash(shape: Shape) -> tuple[float, Sequence[float]]:
 
 
 def draw(axes: Axes, results: Sequence[Result]) -> None:
-    """Throughput over the number of keys: ours, torch's and the limit's."""
+    """Plots the throughput of ours, of torch and of the limit over the number of keys."""
     for name in dict.fromkeys(variant(result.shape) for result in results):
         line = sorted((r for r in results if variant(r.shape) == name), key=lambda r: r.shape.keys)
         keys, dashes = [result.shape.keys for result in line], dash(line[0].shape)
@@ -205,7 +205,7 @@ def looks(results: Sequence[Result]) -> dict[str, tuple[str, Any]]:
 
 
 def picture(results: Sequence[Result], machine: str, path: Path) -> None:
-    """A panel for each dtype and head dimension, or dtype and number of heads."""
+    """A row of panels per dtype; a column per head dimension or, for decode, per number of key heads."""
     dtypes = list(by_dtype(results))
     columns = list(dict.fromkeys(column(result.shape) for result in results))
     with style.picture(path, len(dtypes), len(columns), machine) as (figure, grid):
@@ -224,10 +224,10 @@ def from_record(record: Mapping[str, Any]) -> Result:
 
 
 def page(record: Mapping[str, Any]) -> Iterator[str]:
-    """Of the report: the table, then what stands below it on the terminal."""
+    """The part of docs/results.md about throughput: the table, then the closing lines."""
     results = [from_record(result) for result in record["results"]]
-    header = ["dtype", "", "", "batch", "heads q/kv", "queries x keys", "dim", "ms", "rate", "of the limit"]
-    header += ["torch's ms", "", "best peer", ""]
+    header = ["dtype", "kind", "mask", "batch", "heads q/kv", "queries x keys", "dim", "ms", "rate", "of the limit"]
+    header += ["torch's ms", "over torch", "best peer", "over it"]
     rows = ([re.sub(r"\[/?[a-z]*\]", "", cell) for cell in table_row(result)] for result in results)
     yield from markdown_table(header, rows, left=3)
     yield ""

@@ -1,7 +1,7 @@
 // The operators' schemas, and their CPU registration.
-#include "ops.h"
-
 #include <atomic>
+
+#include "operators.h"
 
 namespace flashsoftmax {
 namespace {

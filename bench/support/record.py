@@ -1,4 +1,4 @@
-"""Where a result was measured, and files of results."""
+"""Describes the machine of a measurement, and writes the files of results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import torch
 
 from flashsoftmax import build_info
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @cache
 def cpu_model() -> str:
-    """The processor's name, and on x86 the numbers that tell its generation, as some names do not."""
+    """The processor's name; on x86 with family and model number, because some names do not show the generation."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -44,7 +44,7 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Of the checkout, "-dirty" where files differ from it."""
+    """The commit of the checkout, with "-dirty" if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""Correctness, before anything is timed."""
+"""Checks the results of a shape before it is timed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CHECKED_HEADS = 4
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Of `count` indices at most `most`, the first and the last among them."""
+    """At most `most` of `count` indices, evenly spread, with the first and the last."""
     return sorted(set(torch.linspace(0, count - 1, min(count, most)).long().tolist()))
 
 
 def part(x: Tensor, head: int, heads: int) -> Tensor:
-    """What belongs to one key head, of `heads` over all batch entries."""
+    """The part of x that belongs to key head `head`, where `heads` counts the key heads of all batch entries."""
     return x.flatten(0, 1).view(heads, -1, *x.shape[2:])[head : head + 1]
 
 
@@ -30,8 +30,8 @@ def largest(x: Tensor) -> float:
 
 
 def errors(shape: Shape, inputs: Inputs) -> Iterator[list[tuple[float, float, float]]]:
-    """For some key heads, of the output and each gradient: our error, the naive one, the largest value."""
-    everything = shape.kind == "forward + backward"  # a key's gradient is of all queries
+    """For some key heads, and there for the output and each gradient: our error, the naive error, the largest value."""
+    everything = shape.kind == "forward + backward"  # the gradients of a key need all queries
     rows = torch.tensor(spread(shape.queries, shape.queries if everything else CHECKED_ROWS))
     rows = rows.to(inputs.query.device)
     heads = shape.batch * shape.heads_kv
@@ -45,14 +45,14 @@ def errors(shape: Shape, inputs: Inputs) -> Iterator[list[tuple[float, float, fl
             for dtype in (torch.float64, query.dtype)
         )
         ours_here = [part(x, head, heads) for x in found]
-        ours_here[:2] = [x[:, :, rows] for x in ours_here[:2]]  # of the query's shape
+        ours_here[:2] = [x[:, :, rows] for x in ours_here[:2]]  # the output and the gradient of the query
         yield [(largest(a - e), largest(n - e), largest(e)) for a, n, e in zip(ours_here, naives, exact, strict=True)]
 
 
 def check(shape: Shape, inputs: Inputs) -> float:
-    """Our largest error against FP64 as a share of what is allowed.
+    """Our largest error against float64, as a share of the allowed error.
 
-    That is 2 x the largest error of the naive computation in the same dtype, and one rounding unit.
+    Allowed is twice the largest error of the naive computation in the same dtype, plus one rounding unit.
     """
     unit = torch.finfo(inputs.query.dtype).eps
     shares: list[float] = []

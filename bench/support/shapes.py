@@ -1,4 +1,4 @@
-"""What is measured: shapes, the work in them, and tensors to do it on."""
+"""The shapes that are measured, their work in FLOPs and bytes, and random inputs for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Inputs(NamedTuple):
     key: Tensor
     value: Tensor
     grad: Tensor
-    """Of the output."""
+    """The gradient of the output."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Shape:
     dim: int
     causal: bool = False
     window: int | None = None
-    """Keys before its own that a query sees."""
+    """How many keys before its own position a query sees; None: all."""
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
@@ -46,21 +46,21 @@ class Shape:
         return self.heads // self.heads_kv
 
     def first(self, query: int) -> int:
-        """The first key that it sees. The last query sees the last key."""
+        """The first key that the query sees. The last query is at the position of the last key."""
         return 0 if self.window is None else max(0, query + self.keys - self.queries - self.window)
 
     def end(self, query: int) -> int:
-        """One behind the last key that it sees; may lie before the first."""
+        """One past the last key that the query sees. Less than or equal to `first` if it sees none."""
         return min(query + self.keys - self.queries + 1, self.keys) if self.causal else self.keys
 
     @property
     def visible(self) -> int:
-        """Pairs of a query and a key that it sees, a head."""
+        """Pairs of a query and a visible key, per head."""
         return sum(max(0, self.end(i) - self.first(i)) for i in range(self.queries))
 
     @property
     def flops(self) -> float:
-        """Two products of 2 FLOPs an entry forward, five more backward."""
+        """Two products forward and five more backward, each of 2 FLOPs per visible pair and dimension."""
         forward = 4 * self.batch * self.heads * self.visible * self.dim
         return forward * (3.5 if self.kind == "forward + backward" else 1)
 
@@ -69,16 +69,16 @@ class Shape:
 
     @property
     def score_bytes(self) -> int:
-        """Of scores and weights in FP32."""
+        """Bytes of the scores and the weights in float32."""
         return 8 * self.batch * self.heads * self.queries * self.keys
 
     @property
     def repeated_bytes(self) -> int:
-        """Of keys and values in FP32, repeated for each query head."""
+        """Bytes of the keys and values in float32, repeated for each query head."""
         return 8 * self.batch * self.heads * self.keys * self.dim
 
     def hidden(self, rows: Tensor) -> Tensor | None:
-        """[rows, keys]: True where a query does not see a key; None where each sees all."""
+        """[rows, keys]: True where the query does not see the key. None if every query sees every key."""
         if not self.causal and self.window is None:
             return None
         keys = torch.arange(self.keys, device=rows.device)
@@ -117,7 +117,7 @@ def decode(
 
 
 def filled(kind: Kind, lengths: tuple[int, ...]) -> tuple[Shape, ...]:
-    """16,384 tokens in 16 heads: enough for every processor of a large GPU."""
+    """16,384 tokens in 16 heads: enough work for all multiprocessors of a large GPU."""
     return tuple(
         Shape(kind, 16384 // length, 16, 16, length, length, dim, causal)
         for dim in (64, 128)

@@ -1,5 +1,5 @@
 // The operators' CUDA registration.
-#include "ops_cuda.h"
+#include "cuda.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>

@@ -1,0 +1,1 @@
+"""What the commands share: shapes, contenders, timing, limits, models, records and pictures."""

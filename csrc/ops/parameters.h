@@ -1,0 +1,244 @@
+// From the arguments of an operator to what a kernel is told. Whatever is passed to torch.ops.flashsoftmax, a kernel runs
+// only on what these checks let through.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "../kernels.h"
+#include "checks.h"
+
+namespace flashsoftmax {
+
+// An uninitialised (or zeroed) tensor [batch, heads, rows, dims]. Its memory is [batch, rows, heads, dims] where that of
+// `like` is.
+inline Tensor empty_like_layout(const Tensor& like, int64_t dims, bool zero = false) {
+  const int64_t batch = like.size(0), heads = like.size(1), rows = like.size(2);
+  auto allocate = [&](const std::vector<int64_t>& sizes) {
+    return zero ? torch::stable::new_zeros(like, sizes) : torch::stable::new_empty(like, sizes);
+  };
+  if (like.stride(1) < like.stride(2)) return torch::stable::transpose(allocate({batch, rows, heads, dims}), 1, 2);
+  return allocate({batch, heads, rows, dims});
+}
+
+// The arguments of attention and of its backward, as the schemas name them.
+struct AttentionArguments {
+  const Tensor &query, &key, &value;
+  const OptionalTensor &attn_mask, &alibi_slopes, &sinks;
+  const OptionalTensor &kv_lens, &cu_seqlens_q, &cu_seqlens_k;
+  int64_t max_seqlen_q, max_seqlen_k;
+  double scale, softcap;
+  OptionalInt window_left, window_right, q_offset;
+  const OptionalTensor& block_table;
+  OptionalInt split_size;
+};
+
+// Checks the values of cu_seqlens, which are in host memory.
+inline void check_cu_seqlens(const char* argument, const IntVector& cu, int64_t sequences, int64_t rows,
+                             const char* limit_name, int64_t limit) {
+  check(cu[0] == 0, argument, "[0]: ", cu[0], ", wanted 0");
+  for (int64_t b = 0; b < sequences; b++) {
+    int64_t length = cu[b + 1] - cu[b];
+    check(cu[b + 1] >= cu[b] && cu[b + 1] <= rows, argument, "[", b + 1, "]: ", cu[b + 1], " after ", cu[b],
+          ", wanted no less than that and no more than the ", rows, " rows there are");
+    check(length <= limit, limit_name, ": ", limit, ", wanted at least ", length, ", the length of sequence ", b);
+  }
+  check(cu[sequences] == rows, argument, ": ends at ", cu[sequences], ", wanted the number of rows, ", rows);
+}
+
+// Checks the values of kv_lens, cu_seqlens and block tables, which are in host memory. A page that no query sees may be
+// anything: a sliding window lets its pages go.
+inline void check_lengths(const AttentionParams& p, const AttentionArguments& a) {
+  if (p.cu_seqlens_q) {
+    check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.sequences, p.rows_q, "max_seqlen_q", a.max_seqlen_q);
+    check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_k, p.sequences, p.rows_k, "max_seqlen_k", a.max_seqlen_k);
+  }
+  for (int64_t b = 0; p.kv_lens && b < p.sequences; b++) {
+    int64_t most = p.cu_seqlens_k ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.seqlen_k;
+    check(p.kv_lens[b] >= 0 && p.kv_lens[b] <= most, "kv_lens[", b, "]: ", p.kv_lens[b], ", wanted 0 to ", most);
+    if (!p.block_table) continue;
+    const Sequence s = sequence(p, b);
+    const int64_t first = s.band.first(0), end = s.q_len > 0 ? s.band.end(s.q_len - 1) : 0;
+    for (int64_t j = first; j < end; j = (j / p.page_size + 1) * p.page_size) {
+      const int64_t i = j / p.page_size, page = p.block_table.advanced(b * p.block_table_row)[i];
+      check(page >= 0 && page < p.pages, "block_table[", b, ", ", i, "]: page ", page, ", wanted 0 to ", p.pages - 1);
+    }
+  }
+}
+
+// The parameters with all lengths in host memory, valid while this object lives. Lengths on a GPU are copied, which waits
+// for the GPU.
+class OnHost {
+ public:
+  OnHost(const AttentionParams& p, const AttentionArguments& a) : p_(p) {
+    read(a.kv_lens, p_.kv_lens);
+    read(a.cu_seqlens_q, p_.cu_seqlens_q);
+    read(a.cu_seqlens_k, p_.cu_seqlens_k);
+    read(a.block_table, p_.block_table);
+    if (a.block_table && !a.block_table->is_cpu()) p_.block_table_row = copies_.back().stride(0);
+  }
+  operator const AttentionParams&() const { return p_; }
+
+ private:
+  void read(const OptionalTensor& from, IntVector& to) {
+    if (!from || from->is_cpu()) return;
+    copies_.push_back(torch::stable::to(*from, torch::stable::Device(torch::headeronly::DeviceType::CPU)));
+    const Tensor& copy = copies_.back();
+    to = {copy.data_ptr(), copy.numel() ? copy.stride(copy.dim() - 1) : 0, to.is_int64};
+  }
+
+  AttentionParams p_;
+  std::vector<Tensor> copies_;
+};
+
+// The shapes and dtypes of query, key and value.
+inline void check_operands(const AttentionArguments& a) {
+  const Tensor &query = a.query, &key = a.key, &value = a.value;
+  const bool paged = a.block_table.has_value();
+  const char *key_name = paged ? "key_pages" : "key", *value_name = paged ? "value_pages" : "value";
+  std::pair<const char*, const Tensor*> operands[] = {{"query", &query}, {key_name, &key}, {value_name, &value}};
+  for (auto [argument, x] : operands) {
+    check(x->dim() == 4, argument, ": ", x->dim(), " dimensions, wanted 4");
+    check(x->scalar_type() == query.scalar_type(), argument, ": dtype ", name(x->scalar_type()),
+          ", wanted that of query, ", name(query.scalar_type()));
+    check_device(argument, *x, query);
+    check(x->size(3) <= kMaxHeadDim, argument, ": head_dim ", x->size(3), ", wanted at most ", kMaxHeadDim);
+  }
+  std::optional<DType> dtype = dtype_of(query);
+  check(dtype && *dtype != DType::boolean, "query: dtype ", name(query.scalar_type()),
+        ", wanted float16, bfloat16, float32 or (on the CPU) float64");
+  check(paged || key.size(0) == query.size(0), "key: batch ", key.size(0), ", wanted that of query, ", query.size(0));
+  check(key.size(3) == query.size(3), key_name, ": head_dim ", key.size(3), ", wanted that of query, ", query.size(3));
+  const char* dimensions[] = {paged ? "pages" : "batch", "heads", paged ? "page_size" : "keys"};
+  for (int64_t d = 0; d < 3; d++)
+    check(value.size(d) == key.size(d), value_name, ": ", dimensions[d], " ", value.size(d), ", wanted that of ",
+          key_name, ", ", key.size(d));
+  check(key.size(1) > 0 ? query.size(1) % key.size(1) == 0 : query.size(1) == 0, "query: ", query.size(1),
+        " heads, wanted a multiple of the heads of ", key_name, ", ", key.size(1));
+}
+
+// The sequences: dense, packed (varlen) or in pages.
+inline void set_sequences(AttentionParams& p, const AttentionArguments& a) {
+  const bool varlen = a.cu_seqlens_q || a.cu_seqlens_k;
+  check(!(varlen && a.block_table), "block_table: given together with cu_seqlens, wanted one of them");
+  p.sequences = a.query.size(0);
+  p.seqlen_q = p.rows_q;
+  p.seqlen_k = p.rows_k;
+  if (varlen) {
+    check(a.cu_seqlens_q && a.cu_seqlens_k, "cu_seqlens_q, cu_seqlens_k: one of them is missing, wanted both");
+    p.cu_seqlens_q = int_vector("cu_seqlens_q", *a.cu_seqlens_q, 1, a.query);
+    p.cu_seqlens_k = int_vector("cu_seqlens_k", *a.cu_seqlens_k, 1, a.query);
+    check(a.cu_seqlens_q->numel() >= 1, "cu_seqlens_q: no elements, wanted the number of sequences + 1");
+    check_shape("cu_seqlens_k", *a.cu_seqlens_k, sizes(*a.cu_seqlens_q));
+    check(a.query.size(0) == 1, "query: batch ", a.query.size(0), ", wanted 1 with cu_seqlens");
+    check(a.max_seqlen_q >= 0, "max_seqlen_q: ", a.max_seqlen_q, ", wanted at least 0");
+    check(a.max_seqlen_k >= 0, "max_seqlen_k: ", a.max_seqlen_k, ", wanted at least 0");
+    p.sequences = a.cu_seqlens_q->numel() - 1;
+    p.seqlen_q = std::min(a.max_seqlen_q, kUnbounded / 16);
+    p.seqlen_k = std::min(a.max_seqlen_k, p.rows_k);
+  } else if (a.block_table) {
+    p.block_table = int_vector("block_table", *a.block_table, 2, a.query);
+    check(a.block_table->size(0) == p.sequences, "block_table: ", a.block_table->size(0), " rows, wanted the batch, ",
+          p.sequences);
+    check(a.kv_lens.has_value(), "kv_lens: missing, wanted with block_table");
+    p.block_table_row = a.block_table->stride(0);
+    p.page_size = a.key.size(2);
+    p.pages = a.key.size(0);
+    p.seqlen_k = a.block_table->size(1) * p.page_size;
+  }
+  if (a.kv_lens) {
+    p.kv_lens = int_vector("kv_lens", *a.kv_lens, 1, a.query);
+    check_shape("kv_lens", *a.kv_lens, {p.sequences});
+  }
+}
+
+// Which keys a query sees, at what score, and in what splits.
+inline void set_options(AttentionParams& p, const AttentionArguments& a) {
+  // Kernels use numbers in the type of the statistics: that value has to make sense.
+  const bool is_float = p.dtype != DType::f64;
+  auto rounded = [&](double x) { return is_float ? double(float(x)) : x; };
+  const char* type = is_float ? "float32" : "float64";
+  check(std::isfinite(rounded(a.scale)), "scale: ", a.scale, ", wanted a number that is finite in ", type);
+  check(a.softcap == 0 || (std::isfinite(rounded(a.softcap)) && rounded(a.softcap) > 0), "softcap: ", a.softcap,
+        ", wanted a number that is positive and finite in ", type, ", or 0 for none");
+  p.scale = a.scale;
+  p.softcap = a.softcap;
+  auto bound = [](const char* argument, const OptionalInt& value) {
+    check(!value || *value >= 0, argument, ": ", value.value_or(0), ", wanted at least 0, or None for no bound");
+    return value ? std::min(*value, kUnbounded) : kUnbounded;
+  };
+  p.window = {bound("window_left", a.window_left), bound("window_right", a.window_right)};
+  constexpr int64_t most = int64_t(1) << 40;
+  p.has_q_offset = a.q_offset.has_value();
+  p.q_offset = a.q_offset.value_or(0);
+  check(-most <= p.q_offset && p.q_offset <= most, "q_offset: ", p.q_offset, ", wanted between -2^40 and 2^40");
+  p.split_size = a.split_size.value_or(default_split_size(p.seqlen_q));
+  check(p.split_size > 0, "split_size: ", p.split_size, ", wanted at least 1");
+  p.split_size = std::min(p.split_size, max<int64_t>(p.seqlen_k, 1));
+
+  if (a.alibi_slopes) p.alibi_slopes = head_vector("alibi_slopes", *a.alibi_slopes, p.heads_q, a.query);
+  if (a.sinks) p.sinks = head_vector("sinks", *a.sinks, p.heads_q, a.query);
+  if (a.attn_mask) {
+    const Tensor& mask = *a.attn_mask;
+    check(!p.cu_seqlens_q, "attn_mask: given together with cu_seqlens, wanted without");
+    const std::vector<int64_t> scores{p.sequences, p.heads_q, p.rows_q, p.seqlen_k};
+    bool fits = mask.dim() == 4;
+    for (int64_t d = 0; fits && d < 4; d++) fits = mask.size(d) == scores[d] || mask.size(d) == 1;
+    check(fits, "attn_mask: shape ", shape(sizes(mask)), ", wanted one broadcastable to ", shape(scores));
+    check_device("attn_mask", mask, a.query);
+    std::optional<DType> mask_dtype = dtype_of(mask);
+    check(mask_dtype.has_value(), "attn_mask: dtype ", name(mask.scalar_type()), ", wanted bool or a floating dtype");
+    p.mask = broadcast_view(mask);
+    p.mask_dtype = *mask_dtype;
+  }
+}
+
+// Checks all arguments and says to a kernel what they are. The values of lengths are checked only where reads_lengths.
+inline AttentionParams attention_params(const AttentionArguments& a, bool reads_lengths) {
+  check_operands(a);
+  AttentionParams p{};
+  p.dtype = *dtype_of(a.query);
+  p.heads_q = a.query.size(1);
+  p.heads_kv = a.key.size(1);
+  p.head_dim = a.query.size(3);
+  p.head_dim_v = a.value.size(3);
+  p.rows_q = a.query.size(2);
+  p.rows_k = a.key.size(2);
+  set_sequences(p, a);
+  set_options(p, a);
+  p.query = view(a.query);
+  p.key = view(a.key);
+  p.value = view(a.value);
+  if (reads_lengths) check_lengths(OnHost(p, a), a);
+  return p;
+}
+
+inline MergeState merge_state(const Tensor& out, const Tensor& lse) { return {view(out), view(lse)}; }
+
+// The states (out, lse) that merge takes, all of one shape.
+inline std::vector<MergeState> merge_inputs(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses) {
+  check(!outs.empty(), "outs: no states, wanted at least one");
+  check(outs.size() == lses.size(), "lses: ", lses.size(), " states, wanted as many as outs, ", outs.size());
+  std::vector<MergeState> inputs;
+  for (size_t n = 0; n < outs.size(); n++) {
+    std::string out_name = "outs[" + std::to_string(n) + "]", lse_name = "lses[" + std::to_string(n) + "]";
+    check(outs[n].dim() == 4, out_name, ": ", outs[n].dim(), " dimensions, wanted 4");
+    check_like(out_name.c_str(), outs[n], sizes(outs[0]), outs[0]);
+    check_shape(lse_name.c_str(), lses[n], {outs[0].size(0), outs[0].size(1), outs[0].size(2)});
+    check_type(lse_name.c_str(), lses[n], statistics_type(outs[0]));
+    check_device(lse_name.c_str(), lses[n], outs[0]);
+    inputs.push_back(merge_state(outs[n], lses[n]));
+  }
+  return inputs;
+}
+
+// What a merge of these inputs, which must outlive the result, into states like `out` is told.
+inline MergeParams merge_params(const std::vector<MergeState>& inputs, const Tensor& out, const MergeState& output) {
+  std::optional<DType> dtype = dtype_of(out);
+  check(dtype && *dtype != DType::boolean, "outs[0]: dtype ", name(out.scalar_type()),
+        ", wanted float16, bfloat16, float32 or float64");
+  return {*dtype, out.size(0), out.size(1), out.size(2), out.size(3), int64_t(inputs.size()), inputs.data(), output};
+}
+
+}  // namespace flashsoftmax

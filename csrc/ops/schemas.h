@@ -1,0 +1,55 @@
+// The schemas of the operators: their arguments' names, order and types.
+#pragma once
+
+#include <string>
+
+namespace flashsoftmax {
+
+// What attention and its backward have in common. Integers are SymInt, so that torch.compile and torch.export need not
+// fix their values.
+//     query [B, Hq, Sq, Dqk], key [B, Hkv, Sk, Dqk], value [B, Hkv, Sk, Dv]
+//     varlen (cu_seqlens): B is 1, and the sequences are consecutive rows
+//     paged (block_table): key and value are [pages, Hkv, page_size, D]
+inline const std::string kOperands =
+    "Tensor query, "
+    "Tensor key, "
+    "Tensor value, ";
+inline const std::string kOptions =
+    "Tensor? attn_mask, "     // [B, Hq, Sq, Sk]; an axis of size 1 is broadcast
+    "Tensor? alibi_slopes, "  // [Hq], float32 (float64 for float64), as sinks and lse
+    "Tensor? sinks, "         // [Hq]
+    "Tensor? kv_lens, "       // [B], or one per sequence
+    "Tensor? cu_seqlens_q, "  // [sequences + 1]
+    "Tensor? cu_seqlens_k, "
+    "SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, "
+    "float scale, "
+    "float softcap, "
+    "SymInt? window_left, "
+    "SymInt? window_right, "
+    "SymInt? q_offset, ";
+
+template <class Library> void define_operators(Library& m) {
+  auto define = [&](const std::string& schema) { m.def(schema.c_str()); };
+  // lse + lse_error is m + ln l, more exactly than lse alone: the backward needs both.
+  define("attention(" + kOperands + kOptions +
+         "Tensor? block_table, "  // [B, pages per sequence]
+         "SymInt? split_size"     // keys per split
+         ") -> (Tensor out, Tensor lse, Tensor lse_error)");
+  // Gradients that were not asked for, of attn_mask and sinks, are empty tensors.
+  define("attention_backward(Tensor? grad_out, Tensor? grad_lse, " + kOperands +
+         "Tensor out, "
+         "Tensor lse, "
+         "Tensor? lse_error, "  // absent: 0
+         + kOptions +
+         "bool mask_grad"
+         ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)");
+  // outs [B, H, S, D] and lses [B, H, S], one of each per state
+  define("merge(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");
+  // Gradients are stacked on a leading axis of states.
+  define(
+      "merge_backward(Tensor? grad_out, Tensor? grad_lse, Tensor[] outs, Tensor[] lses)"
+      " -> (Tensor grad_outs, Tensor grad_lses)");
+}
+
+}  // namespace flashsoftmax

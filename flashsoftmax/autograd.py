@@ -1,0 +1,168 @@
+"""Gradients of the operators, in eager mode, under torch.compile and under torch.func.
+
+Each operator has one autograd.Function. It takes the operator's arguments by position, and a list of tensors as so many
+arguments. It runs under the dispatch key Autograd. The transforms of torch.func need it called directly: see `call`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from . import batching
+from .library import ARGUMENTS, OPERATORS
+
+
+def call(function: type[Operator], *inputs: Any) -> Any:
+    """The operator of this Function."""
+    if torch.compiler.is_compiling():
+        return function.operator(*inputs)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return function.apply(*inputs)
+    if _needs_graph(inputs):
+        return function.operator(*inputs)
+    return function.forward(*inputs)
+
+
+def _needs_graph(inputs: tuple[Any, ...]) -> bool:
+    """Whether autograd has to know of a call. Refuses forward mode, which would give zero without a word."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in _tensors(inputs)):
+        Operator.jvp()
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+
+
+def _flat(args: tuple[Any, ...]) -> list[Any]:
+    return [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+
+
+def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
+    return [x for x in _flat(args) if isinstance(x, Tensor)]
+
+
+class Operator(Function):
+    """What the Functions have in common."""
+
+    name: str
+
+    @staticmethod
+    def operator(*inputs: Any) -> Any:
+        """Calls the operator with the inputs of the Function."""
+        raise NotImplementedError
+
+    @classmethod
+    def kernel(cls, *args: Any) -> Any:
+        """What the dispatcher runs under the key Autograd."""
+        if _needs_graph(args):
+            return cls.apply(*_flat(args))
+        with torch._C._AutoDispatchBelowAutograd():
+            return OPERATORS[cls.name](*args)
+
+    @classmethod
+    def forward(cls, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return cls.operator(*inputs)
+
+    @staticmethod
+    def jvp(*args: Any) -> Any:
+        raise NotImplementedError("forward-mode differentiation of attention is not implemented; use the backward mode")
+
+
+class Attention(Operator):
+    name = "attention"
+
+    @staticmethod
+    def operator(*inputs: Any) -> Any:
+        return OPERATORS["attention"](*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        values = dict(zip(ARGUMENTS["attention"], inputs, strict=True))
+        values |= dict(zip(("out", "lse", "lse_error"), output, strict=True))
+        saved = {name: values[name] for name in ARGUMENTS["attention_backward"] if name in values}
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(values["lse_error"])
+        ctx.tensors = [name for name, x in saved.items() if isinstance(x, Tensor)]
+        ctx.save_for_backward(*(saved.pop(name) for name in ctx.tensors))
+        ctx.numbers = saved
+        ctx.paged = values["block_table"] is not None
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        wanted = dict(zip(ARGUMENTS["attention"], ctx.needs_input_grad, strict=True))
+        if ctx.paged:
+            raise NotImplementedError("attention_paged is not differentiable: pages have no gradient")
+        if wanted["alibi_slopes"]:
+            raise NotImplementedError("alibi_slopes: requires_grad is True, wanted False: slopes have no gradient")
+        if grad_out is None and grad_lse is None:
+            return (None,) * len(wanted)
+        values = ctx.numbers | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
+        values |= {"grad_out": grad_out, "grad_lse": grad_lse, "mask_grad": wanted["attn_mask"]}
+        results = call(AttentionBackward, *(values[name] for name in ARGUMENTS["attention_backward"]))
+        grads = dict(zip(("query", "key", "value", "attn_mask", "sinks"), results, strict=True))
+        if wanted["attn_mask"]:
+            grads["attn_mask"] = grads["attn_mask"].to(values["attn_mask"].dtype)
+        return tuple(grads[name] if want else None for name, want in wanted.items())
+
+    vmap = staticmethod(batching.attention)
+
+
+class Merge(Operator):
+    name = "merge"
+
+    @staticmethod
+    def operator(*states: Any) -> Any:
+        n = len(states) // 2
+        return OPERATORS["merge"](list(states[:n]), list(states[n:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_out is None and grad_lse is None:
+            return (None,) * len(ctx.saved_tensors)
+        grad_outs, grad_lses = call(MergeBackward, grad_out, grad_lse, *ctx.saved_tensors)
+        return (*grad_outs.unbind(), *grad_lses.unbind())
+
+    vmap = staticmethod(batching.merge)
+
+
+class Backward(Operator):
+    """The operators of a backward have no gradient themselves."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError("flashsoftmax has no double backward: its gradients are not differentiable")
+
+
+class AttentionBackward(Backward):
+    name = "attention_backward"
+
+    @staticmethod
+    def operator(*inputs: Any) -> Any:
+        return OPERATORS["attention_backward"](*inputs)
+
+    vmap = staticmethod(batching.attention_backward)
+
+
+class MergeBackward(Backward):
+    name = "merge_backward"
+
+    @staticmethod
+    def operator(grad_out: Any, grad_lse: Any, *states: Any) -> Any:
+        n = len(states) // 2
+        return OPERATORS["merge_backward"](grad_out, grad_lse, list(states[:n]), list(states[n:]))
+
+    vmap = staticmethod(batching.merge_backward)
+
+
+for _function in (Attention, AttentionBackward, Merge, MergeBackward):
+    torch.library.impl(f"flashsoftmax::{_function.name}", "Autograd")(_function.kernel)

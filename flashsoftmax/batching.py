@@ -1,0 +1,104 @@
+"""vmap: a batch of batches is one larger batch. Where it is not, the operator is called once per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .library import ARGUMENTS, OPERATORS
+
+Dims = Sequence[int | None]
+BATCHED = {  # arguments whose first axis is the batch
+    *("grad_out", "grad_lse", "query", "key", "value", "out", "lse", "lse_error", "attn_mask", "kv_lens"),
+}
+
+
+def attention(info: Any, in_dims: Dims, *args: Any) -> Any:
+    """The operator attention over one more axis: (outputs, the axis in each)."""
+    return _fold("attention", info.batch_size, in_dims, args)
+
+
+def attention_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
+    """The operator attention_backward, likewise."""
+    return _fold("attention_backward", info.batch_size, in_dims, args)
+
+
+def _fold(name: str, n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
+    values = dict(zip(ARGUMENTS[name], args, strict=True))
+    dims = dict(zip(ARGUMENTS[name], in_dims, strict=True))
+    packed = any(values.get(x) is not None for x in ("cu_seqlens_q", "cu_seqlens_k", "block_table"))
+    per_sample = any(dims[x] is not None for x in dims if x not in BATCHED)
+    mask, batch = values["attn_mask"], _sample(values["query"], dims["query"]).size(0)
+    one_mask = mask is not None and _sample(mask, dims["attn_mask"]).size(0) == 1 < batch  # for the batch of a sample
+    # These gradients are sums over the batch.
+    summed = "mask_grad" in values and (values["sinks"] is not None or (values["mask_grad"] and one_mask))
+    if packed or per_sample or summed:
+        return _each(OPERATORS[name], n, in_dims, args)
+    folded = {x: _folded(value, dims[x], n) if x in BATCHED else value for x, value in values.items()}
+    if one_mask:
+        if dims["attn_mask"] is not None:
+            mask = mask.movedim(dims["attn_mask"], 0).repeat_interleave(batch, 1).flatten(0, 1)
+        folded["attn_mask"] = mask
+    return _unfolded(OPERATORS[name](*folded.values()), 0, n)
+
+
+def _sample(x: Tensor, dim: int | None) -> Tensor:
+    return x if dim is None else x.select(dim, 0)
+
+
+def merge(info: Any, in_dims: Dims, *states: Any) -> Any:
+    """The operator merge, with the outs and the lses of all states as so many arguments."""
+    n = len(states) // 2
+    folded = [_folded(x, dim, info.batch_size) for x, dim in zip(states, in_dims, strict=True)]
+    return _unfolded(OPERATORS["merge"](folded[:n], folded[n:]), 0, info.batch_size)
+
+
+def merge_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
+    """The operator merge_backward, likewise."""
+    n = len(args) // 2 - 1
+    grad_out, grad_lse, *states = (_folded(x, dim, info.batch_size) for x, dim in zip(args, in_dims, strict=True))
+    results = OPERATORS["merge_backward"](grad_out, grad_lse, states[:n], states[n:])
+    return _unfolded(results, 1, info.batch_size)
+
+
+def _folded(x: Tensor | None, dim: int | None, n: int) -> Tensor | None:
+    """[n * batch, ...]"""
+    if x is None:
+        return None
+    return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+
+def _unfolded(results: tuple[Tensor, ...], dim: int, n: int) -> Any:
+    """An empty result stands for a gradient that was not asked for."""
+    unfolded = tuple(x.expand(n, 0) if x.dim() == 1 else x.unflatten(dim, (n, -1)) for x in results)
+    return unfolded, tuple(0 if x.dim() == 2 and x.numel() == 0 else dim for x in unfolded)
+
+
+def _each(op: Callable[..., Any], n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
+    def call(i: int) -> Any:
+        return op(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)))
+
+    results = zip(*(call(i) for i in range(n)), strict=True)
+    stacked = tuple(torch.stack(x) for x in results)
+    return stacked, (0,) * len(stacked)
+
+
+def _flat(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule whose lists of tensors are so many arguments, as vmap of the operator itself calls it."""
+
+    def called(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        def flat(xs: tuple[Any, ...]) -> list[Any]:
+            return [y for x in xs for y in (x if isinstance(x, (list, tuple)) else (x,))]
+
+        lists = zip(args, in_dims, strict=True)
+        dims = [[None] * len(x) if isinstance(x, (list, tuple)) and dim is None else dim for x, dim in lists]
+        return rule(info, flat(tuple(dims)), *flat(args))
+
+    return called
+
+
+for _rule in (attention, attention_backward, merge, merge_backward):
+    torch.library.register_vmap(f"flashsoftmax::{_rule.__name__}", _flat(_rule))

@@ -1,0 +1,221 @@
+"""Shapes and strides of the operators' results, for tracing and for the device meta.
+
+Shapes, dtypes, devices and numbers are checked as in csrc/ops/parameters.h, with the same messages. The values of
+lengths are checked when the operator runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .library import ARGUMENTS
+
+MAX_HEAD_DIM = 256
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _check(condition: Any, message: str) -> None:
+    torch._check_value(condition, lambda: message)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _statistics(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check_device(name: str, x: Tensor, like: Tensor) -> None:
+    _check(x.device == like.device, f"{name}: device {x.device}, wanted that of the other tensors, {like.device}")
+
+
+def _check_shape(name: str, x: Tensor, wanted: tuple[Any, ...]) -> None:
+    message = f"{name}: shape {[*x.shape]}, wanted {[*wanted]}"
+    _check(x.dim() == len(wanted), message)
+    for have, want in zip(x.shape, wanted, strict=True):
+        _check(have == want, message)
+
+
+def _check_like(name: str, x: Tensor, shape: tuple[Any, ...], like: Tensor, dtype: torch.dtype) -> None:
+    _check_shape(name, x, shape)
+    _check(x.dtype == dtype, f"{name}: dtype {_name(x.dtype)}, wanted {_name(dtype)}")
+    _check_device(name, x, like)
+
+
+def _check_lengths(name: str, x: Tensor, dim: int, like: Tensor) -> None:
+    _check(x.dim() == dim, f"{name}: {x.dim()} dimensions, wanted {dim}")
+    _check(x.dtype in (torch.int32, torch.int64), f"{name}: dtype {_name(x.dtype)}, wanted int32 or int64")
+    _check_device(name, x, like)
+
+
+def _check_operands(query: Tensor, key: Tensor, value: Tensor, paged: bool) -> None:
+    key_name, value_name = ("key_pages", "value_pages") if paged else ("key", "value")
+    dtype = _name(query.dtype)
+    for name, x in (("query", query), (key_name, key), (value_name, value)):
+        _check(x.dim() == 4, f"{name}: {x.dim()} dimensions, wanted 4")
+        _check(x.dtype == query.dtype, f"{name}: dtype {_name(x.dtype)}, wanted that of query, {dtype}")
+        _check_device(name, x, query)
+        _check(x.size(3) <= MAX_HEAD_DIM, f"{name}: head_dim {x.size(3)}, wanted at most {MAX_HEAD_DIM}")
+    _check(query.dtype in FLOATING, f"query: dtype {dtype}, wanted float16, bfloat16, float32 or (on the CPU) float64")
+    batch, heads, _, head_dim = query.shape
+    if not paged:
+        _check(key.size(0) == batch, f"key: batch {key.size(0)}, wanted that of query, {batch}")
+    _check(key.size(3) == head_dim, f"{key_name}: head_dim {key.size(3)}, wanted that of query, {head_dim}")
+    for d, name in enumerate(("pages", "heads", "page_size") if paged else ("batch", "heads", "keys")):
+        message = f"{value_name}: {name} {value.size(d)}, wanted that of {key_name}, {key.size(d)}"
+        _check(value.size(d) == key.size(d), message)
+    heads_kv = key.size(1)
+    fits = heads % heads_kv == 0 if heads_kv > 0 else heads == 0
+    _check(fits, f"query: {heads} heads, wanted a multiple of the heads of {key_name}, {heads_kv}")
+
+
+def _check_numbers(values: dict[str, Any], statistics: torch.dtype) -> None:
+    """As far as they are not symbolic."""
+    name, largest = _name(statistics), torch.finfo(statistics).max
+    scale, softcap = values["scale"], values["softcap"]
+    if type(scale) is float:
+        _check(
+            math.isfinite(scale) and abs(scale) <= largest,
+            f"scale: {scale:g}, wanted a number that is finite in {name}",
+        )
+    if type(softcap) is float:
+        rounded = float(torch.tensor(softcap, dtype=statistics))
+        _check(
+            softcap == 0 or 0 < rounded < math.inf,
+            f"softcap: {softcap:g}, wanted a number that is positive and finite in {name}, or 0 for none",
+        )
+    for name in ("window_left", "window_right"):
+        if type(values[name]) is int:
+            _check(values[name] >= 0, f"{name}: {values[name]}, wanted at least 0, or None for no bound")
+    q_offset, split_size = values["q_offset"], values.get("split_size")
+    if type(q_offset) is int:
+        _check(abs(q_offset) <= 2**40, f"q_offset: {q_offset}, wanted between -2^40 and 2^40")
+    if type(split_size) is int:
+        _check(split_size > 0, f"split_size: {split_size}, wanted at least 1")
+
+
+def _check_attention(values: dict[str, Any]) -> None:
+    query, key, value = values["query"], values["key"], values["value"]
+    cu_q, cu_k, block_table = values["cu_seqlens_q"], values["cu_seqlens_k"], values.get("block_table")
+    kv_lens, attn_mask = values["kv_lens"], values["attn_mask"]
+    _check_operands(query, key, value, paged=block_table is not None)
+
+    varlen = cu_q is not None or cu_k is not None
+    sequences, keys = query.size(0), key.size(2)
+    if varlen:
+        _check(block_table is None, "block_table: given together with cu_seqlens, wanted one of them")
+        if cu_q is None or cu_k is None:
+            raise ValueError("cu_seqlens_q, cu_seqlens_k: one of them is missing, wanted both")
+        _check_lengths("cu_seqlens_q", cu_q, 1, query)
+        _check_lengths("cu_seqlens_k", cu_k, 1, query)
+        _check(cu_q.numel() >= 1, "cu_seqlens_q: no elements, wanted the number of sequences + 1")
+        _check_shape("cu_seqlens_k", cu_k, tuple(cu_q.shape))
+        _check(query.size(0) == 1, f"query: batch {query.size(0)}, wanted 1 with cu_seqlens")
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            _check(values[name] >= 0, f"{name}: {values[name]}, wanted at least 0")
+        sequences = cu_q.numel() - 1
+    elif block_table is not None:
+        _check_lengths("block_table", block_table, 2, query)
+        _check(
+            block_table.size(0) == sequences, f"block_table: {block_table.size(0)} rows, wanted the batch, {sequences}"
+        )
+        _check(kv_lens is not None, "kv_lens: missing, wanted with block_table")
+        keys = block_table.size(1) * key.size(2)
+    if kv_lens is not None:
+        _check_lengths("kv_lens", kv_lens, 1, query)
+        _check_shape("kv_lens", kv_lens, (sequences,))
+
+    _check_numbers(values, _statistics(query))
+    for name in ("alibi_slopes", "sinks"):
+        if values[name] is not None:
+            _check_like(name, values[name], (query.size(1),), query, _statistics(query))
+    if attn_mask is not None:
+        _check(not varlen, "attn_mask: given together with cu_seqlens, wanted without")
+        scores = [sequences, query.size(1), query.size(2), keys]
+        message = f"attn_mask: shape {[*attn_mask.shape]}, wanted one broadcastable to {scores}"
+        _check(attn_mask.dim() == 4, message)
+        for have, want in zip(attn_mask.shape, scores, strict=True):
+            _check(have == 1 or have == want, message)
+        _check_device("attn_mask", attn_mask, query)
+        supported = (torch.bool, *FLOATING)
+        _check(
+            attn_mask.dtype in supported, f"attn_mask: dtype {_name(attn_mask.dtype)}, wanted bool or a floating dtype"
+        )
+
+
+def _empty_like_layout(like: Tensor, dims: int) -> Tensor:
+    """Its memory is [batch, rows, heads, dims] where that of `like` is."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    batch, heads, rows, _ = like.shape
+    if guard_or_false(like.stride(1) < like.stride(2)):
+        return like.new_empty((batch, rows, heads, dims)).transpose(1, 2)
+    return like.new_empty((batch, heads, rows, dims))
+
+
+@torch.library.register_fake("flashsoftmax::attention")
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    values = dict(zip(ARGUMENTS["attention"], args, strict=True))
+    _check_attention(values)
+    query: Tensor = values["query"]
+    lse, lse_error = (query.new_empty(query.shape[:3], dtype=_statistics(query)) for _ in range(2))
+    return _empty_like_layout(query, values["value"].size(3)), lse, lse_error
+
+
+@torch.library.register_fake("flashsoftmax::attention_backward")
+def _(*args: Any) -> tuple[Tensor, ...]:
+    values = dict(zip(ARGUMENTS["attention_backward"], args, strict=True))
+    _check_attention(values)
+    query, key, value, lse = (values[name] for name in ("query", "key", "value", "lse"))
+    rows, statistics = tuple(query.shape[:3]), _statistics(query)
+    out_shape = (*rows, value.size(3))
+    _check_like("out", values["out"], out_shape, query, query.dtype)
+    _check_like("lse", lse, rows, query, statistics)
+    for name, shape, dtype in (
+        ("lse_error", rows, statistics),
+        ("grad_out", out_shape, query.dtype),
+        ("grad_lse", rows, statistics),
+    ):
+        if values[name] is not None:
+            _check_like(name, values[name], shape, query, dtype)
+    attn_mask, sinks = values["attn_mask"], values["sinks"]
+    if values["mask_grad"]:
+        _check(attn_mask is not None, "mask_grad: True without attn_mask, wanted False")
+    return (
+        *(_empty_like_layout(x, x.size(3)) for x in (query, key, value)),
+        lse.new_empty(attn_mask.shape if values["mask_grad"] else (0,)),
+        lse.new_empty(sinks.shape if sinks is not None else (0,)),
+    )
+
+
+def _check_states(outs: list[Tensor], lses: list[Tensor]) -> None:
+    _check(len(outs) > 0, "outs: no states, wanted at least one")
+    _check(len(outs) == len(lses), f"lses: {len(lses)} states, wanted as many as outs, {len(outs)}")
+    for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        _check(out.dim() == 4, f"outs[{n}]: {out.dim()} dimensions, wanted 4")
+        _check_like(f"outs[{n}]", out, tuple(outs[0].shape), outs[0], outs[0].dtype)
+        _check_like(f"lses[{n}]", lse, tuple(outs[0].shape[:3]), outs[0], _statistics(outs[0]))
+    dtype = outs[0].dtype
+    _check(dtype in FLOATING, f"outs[0]: dtype {_name(dtype)}, wanted float16, bfloat16, float32 or float64")
+
+
+@torch.library.register_fake("flashsoftmax::merge")
+def _(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    _check_states(outs, lses)
+    return _empty_like_layout(outs[0], outs[0].size(3)), lses[0].new_empty(lses[0].shape)
+
+
+@torch.library.register_fake("flashsoftmax::merge_backward")
+def _(
+    grad_out: Tensor | None, grad_lse: Tensor | None, outs: list[Tensor], lses: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    _check_states(outs, lses)
+    for name, x, like in (("grad_out", grad_out, outs[0]), ("grad_lse", grad_lse, lses[0])):
+        if x is not None:
+            _check_like(name, x, tuple(like.shape), like, like.dtype)
+    return tuple(xs[0].new_empty((len(xs), *xs[0].shape)) for xs in (outs, lses))  # type: ignore[return-value]

@@ -1,0 +1,41 @@
+"""Loads torch.ops.flashsoftmax and knows its operators and the names of their arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import build
+
+
+def _load() -> None:
+    core = os.environ.get("FLASHSOFTMAX_LIBRARY") or build.library("_C")
+    torch.ops.load_library(str(core))
+    if build.cuda_reason() is None:
+        torch.ops.load_library(str(build.library("_CUDA")))
+
+
+_load()
+
+NAMES = ("attention", "attention_backward", "merge", "merge_backward")
+OPERATORS = {name: getattr(torch.ops.flashsoftmax, name).default for name in NAMES}
+ARGUMENTS = {name: tuple(x.name for x in op._schema.arguments) for name, op in OPERATORS.items()}
+"""The names of each operator's arguments, in the order of its schema."""
+
+
+def _missing_on_cuda(name: str) -> Callable[..., Any]:
+    """A kernel that says why there is none."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        reason = build.cuda_reason() or "it is not written yet"
+        raise NotImplementedError(f"flashsoftmax::{name} has no CUDA kernel: {reason}")
+
+    return kernel
+
+
+for _name in NAMES:
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"flashsoftmax::{_name}", "CUDA"):
+        torch.library.impl(f"flashsoftmax::{_name}", "CUDA")(_missing_on_cuda(_name))

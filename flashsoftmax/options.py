@@ -1,0 +1,148 @@
+"""The options that the functions of attention share: their names, types and defaults, and what the operator gets."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, TypedDict, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import handle_torch_function, has_torch_function
+
+Window: TypeAlias = tuple[int | None, int | None]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Options(TypedDict, total=False):
+    """Keyword options of attention, attention_varlen and attention_paged. attention's docstring explains each.
+
+    Numbers may be Python's, numpy's, tensors of one element, or symbolic.
+    """
+
+    causal: bool
+    window: Window | None
+    scale: SupportsFloat | None
+    softcap: SupportsFloat | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    q_offset: SupportsIndex | None
+    split_size: SupportsIndex | None
+
+
+NAMES = tuple(Options.__annotations__)
+
+
+def entry_point(function: Function) -> Function:
+    """Makes a public function as torch's own are: seen by __torch_function__, and with all options in its signature."""
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(parameters) < len(signature.parameters):
+        for name, hint in Options.__annotations__.items():
+            default = False if name == "causal" else None
+            shown = getattr(hint, "__forward_arg__", hint)
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=shown)
+            )
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        inputs = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        # The __torch_function__ of a CausalBias would make the result one too.
+        if has_torch_function(inputs) and not any(isinstance(x, CausalBias) for x in inputs):
+            return handle_torch_function(called, inputs, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return called  # type: ignore[return-value]
+
+
+def complete(query: Tensor, options: Options) -> dict[str, Any]:
+    """The operator's arguments that the options mean."""
+    for name in options:
+        if name not in NAMES:
+            raise TypeError(f"{name}: not an option; the options are {', '.join(NAMES)}")
+    left, right = _bounds(options.get("window"))
+    scale, softcap = check_float("scale", options.get("scale")), check_float("softcap", options.get("softcap"))
+    head_dim = query.size(-1) if query.dim() else 1
+    return {
+        "alibi_slopes": _per_head("alibi_slopes", options.get("alibi_slopes"), query),
+        "sinks": _per_head("sinks", options.get("sinks"), query),
+        "scale": 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else scale,
+        "softcap": 0.0 if softcap is None else softcap,
+        "window_left": left,
+        "window_right": 0 if options.get("causal") else right,
+        "q_offset": check_int("q_offset", options.get("q_offset")),
+        "split_size": check_int("split_size", options.get("split_size")),
+    }
+
+
+def check_int(name: str, x: object) -> Any:
+    """x as an int, or as it is where it is symbolic or None."""
+    if x is None or isinstance(x, torch.SymInt):
+        return x
+    value: Any = x
+    if type(x) is not int:
+        is_bool = isinstance(x, bool) or getattr(x, "dtype", None) in (torch.bool, "bool")
+        if isinstance(x, Tensor) and x.numel() == 1 and not x.is_floating_point() and not is_bool:
+            value = x.item()  # symbolic under torch.compile
+        elif is_bool or isinstance(x, Tensor) or not hasattr(x, "__index__"):
+            raise TypeError(f"{name}: {x!r}, wanted an int")
+        else:
+            value = operator.index(x)
+    if _is_concrete(value) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: {value}, wanted a number of 64 bits")
+    return value
+
+
+def check_float(name: str, x: object) -> Any:
+    """x as a float, or as it is where it is symbolic or None."""
+    if x is None or type(x) is float or isinstance(x, (torch.SymInt, torch.SymFloat)):
+        return x
+    if isinstance(x, Tensor):
+        if x.requires_grad:
+            raise ValueError(f"{name}: requires_grad is True, wanted False: it has no gradient")
+        if x.numel() == 1 and not x.is_complex():
+            return x.item()
+    elif not isinstance(x, str):
+        try:
+            return float(x)  # type: ignore[arg-type]
+        except OverflowError:
+            raise ValueError(f"{name}: {x!r}, wanted a number that a float holds") from None
+        except (TypeError, ValueError):
+            pass
+    raise TypeError(f"{name}: {x!r}, wanted a number")
+
+
+def _is_concrete(x: object) -> bool:
+    """Whether x is an int whose value may be looked at: under torch.compile that would fix it."""
+    return type(x) is int and not torch.compiler.is_compiling()
+
+
+def _bounds(window: object) -> Window:
+    if window is None:
+        return None, None
+    if not (isinstance(window, (tuple, list)) and len(window) == 2):
+        raise TypeError(f"window: {window!r}, wanted a pair (left, right) of int or None")
+    left, right = (check_int(f"window: {side}", bound) for side, bound in zip(("left", "right"), window, strict=True))
+    for side, bound in (("left", left), ("right", right)):
+        if _is_concrete(bound) and bound < 0:
+            raise ValueError(f"window: {side} is {bound}, wanted at least 0, or None for no bound")
+    return left, right
+
+
+def _per_head(name: str, x: object, query: Tensor) -> Tensor | None:
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: {type(x).__name__}, wanted a Tensor")
+    statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if x.dtype not in (statistics, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{name}: dtype {x.dtype}, wanted {statistics}, or float16 or bfloat16")
+    if name == "alibi_slopes" and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes: requires_grad is True, wanted False (or no_grad): slopes have no gradient")
+    return x.to(statistics)

@@ -1,0 +1,98 @@
+"""DTensor: the operators work on their shards of the batch, or of the heads, without communication."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .library import ARGUMENTS, OPERATORS
+
+PER_HEAD = ("alibi_slopes", "sinks")  # [Hq]; all others have the batch first and the heads second
+LENGTHS = ("kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_table")
+RESULTS = {
+    "attention": ("out", "lse", "lse_error"),
+    "attention_backward": ("query", "key", "value", "attn_mask", "sinks"),
+    "merge": ("out", "lse"),
+    "merge_backward": ("outs", "lses"),
+}
+
+
+_is_registered = False
+
+
+def register() -> None:
+    """Tells DTensor once the program has imported it: the import takes a second."""
+    global _is_registered
+    if _is_registered or torch.compiler.is_compiling() or "torch.distributed.tensor" not in sys.modules:
+        return
+    _is_registered = True
+    from torch.distributed.tensor.experimental import register_sharding
+
+    for name in ("attention", "attention_backward"):
+        register_sharding(OPERATORS[name])(_attention(name))
+    register_sharding(OPERATORS["merge"])(_merge(states=0))
+    register_sharding(OPERATORS["merge_backward"])(_merge(states=1))
+
+
+def _attention(name: str) -> Callable[..., Any]:
+    """The placements of (results, arguments) that need no communication."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    def whole(argument: str, shape: Any) -> Any:
+        return Replicate()
+
+    def by_batch(argument: str, shape: Any) -> Any:
+        return Replicate() if argument in PER_HEAD or _is_broadcast(argument, shape, 0) else Shard(0)
+
+    def by_heads(argument: str, shape: Any) -> Any:
+        if argument in PER_HEAD:
+            return Shard(0)
+        return Replicate() if argument in LENGTHS or _is_broadcast(argument, shape, 1) else Shard(1)
+
+    def strategies(*args: Any) -> Any:
+        values = dict(zip(ARGUMENTS[name], args, strict=True))
+        shapes = {x: value.shape for x, value in values.items() if hasattr(value, "placements")}
+        strategies = [whole]
+        if values["cu_seqlens_q"] is None and values.get("block_table") is None:
+            strategies.append(by_batch)
+        if values["key"].shape[1] % values["query"].mesh.size() == 0:  # then query heads go with their key heads
+            strategies.append(by_heads)
+        found = []
+        for place in strategies:
+            inputs = [place(x, shapes[x]) if x in shapes else None for x in values]
+            results = [place(x, shapes.get(x)) for x in RESULTS[name]]
+            if name == "attention_backward" and place is not whole:
+                for n, x in enumerate(RESULTS[name]):  # a gradient of what all ranks have is a sum over them
+                    results[n] = Partial() if x in shapes and results[n] == Replicate() else results[n]
+            found.append((results, inputs))
+        return found
+
+    return strategies
+
+
+def _merge(states: int) -> Callable[..., Any]:
+    """states: the axes of states in the results."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    def strategies(*args: Any) -> Any:
+        tensors = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        kinds = [None, 0, 1]  # whole, by batch, by heads
+        return [
+            (
+                [Replicate() if d is None else Shard(d + states)] * 2,
+                [None if x is None else Replicate() if d is None else Shard(d) for x in tensors],
+            )
+            for d in kinds
+        ]
+
+    return strategies
+
+
+def _is_broadcast(argument: str, shape: Any, axis: int) -> bool:
+    return argument == "attn_mask" and shape is not None and shape[axis] == 1
+
+
+register()
