@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 import reference
-from cases import CASES, LONG, case
+from cases import CASES, LONG, Case, case
 from checks import assert_same_bits, cast, check_forward
 from flashsoftmax import attention
 
@@ -171,6 +171,13 @@ class TestRange:
         mask = torch.where(torch.rand(rows, 70) < 0.5, lowest, 0.0)
         mask[:, 3] = 0
         assert_close(attention(q, k, v, mask), attention(q, k, v, mask == 0))
+
+    @pytest.mark.parametrize("rows", [3, 40], ids=["decode", "tiled"])
+    @pytest.mark.parametrize("scale", [1e-50, 0.0, -0.3, 1e35])
+    def test_scales_that_no_exponential_can_take(self, scale, rows, dtype, device):
+        """1e-50 is positive, and 0 in float32."""
+        case = Case("", rows=rows, keys=70, dim=16, causal=True, scale=scale)
+        check_forward(case.call(attention), partial(case.inputs, dtype, device))
 
     @pytest.mark.parametrize("rows", [1, 40])
     def test_an_infinite_value_is_not_nan(self, rows, dtype, device):

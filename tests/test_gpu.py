@@ -3,6 +3,9 @@
 The rest of the tests runs there too: each that takes `device`.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -136,3 +139,69 @@ class TestLengthsOnTheGPU:
         assert not out[8:].any()
         assert (lse[:, 8:] == -torch.inf).all()
         assert not torch.autograd.grad(out.sum(), x)[0][8:].any()
+
+    @pytest.mark.parametrize("most", [0, 1, 20, 100])
+    def test_a_sequence_longer_than_its_maximum(self, device, most):
+        """All its rows are NaN, in the output and in the query's gradient: also those behind the maximum."""
+        x = torch.randn(310, 2, 16, device=device, requires_grad=True)
+        cu = torch.tensor([0, 300, 310 if most >= 10 else 300], device=device)
+        out, lse = attention_varlen(x, x, x, cu, cu, max_seqlen_q=most, max_seqlen_k=310, return_lse=True)
+        assert out[:300].isnan().all()
+        assert lse[:, :300].isnan().all()
+        assert out[300:].isfinite().all()
+        query = x.detach().requires_grad_()
+        found = attention_varlen(query, x.detach(), x.detach(), cu, cu, max_seqlen_q=most, max_seqlen_k=310)
+        (gradient,) = torch.autograd.grad(found.sum(), query)
+        assert gradient[:300].isnan().all()
+        assert gradient[300:].isfinite().all()
+
+    @pytest.mark.parametrize("most", [2**40, 2**56, 2**63 - 1])
+    def test_a_maximum_beyond_the_rows_there_are(self, device, most):
+        x = torch.randn(70, 2, 16, device=device, requires_grad=True)
+        cu = torch.tensor([0, 30, 70], device=device)
+
+        def call(most):
+            out = attention_varlen(x, x, x, cu, cu, max_seqlen_q=most, max_seqlen_k=most)
+            return out.detach(), *torch.autograd.grad(out.sum(), x)
+
+        assert_same_bits(call(most), call(40))
+
+    @pytest.mark.parametrize("most", [1, 40])
+    def test_more_blocks_than_a_grid_has(self, device, most):
+        x = torch.zeros(1, 1, 8, device=device).expand(1, 2**16, 8)
+        cu = torch.zeros(2**16 + 1, dtype=torch.int64, device=device)
+        with pytest.raises(ValueError, match="more than 2147483647"):
+            attention_varlen(x, x, x, cu, cu, max_seqlen_q=most, max_seqlen_k=1)
+
+    @pytest.mark.parametrize("rows", [1, 3, 40], ids=["one", "decode", "tiled"])
+    @pytest.mark.parametrize("split_size", [128, 1024])
+    def test_pages_that_no_query_sees(self, device, rows, split_size):
+        """A window has moved on: pages before it are freed, as are pages behind the last query's end."""
+        page_size, keys = 16, 320
+        q = torch.randn(2, 4, rows, 64, device=device)
+        key_pages, value_pages = torch.randn(2, 2 * keys // page_size, page_size, 2, 64, device=device)
+        table = torch.arange(2 * keys // page_size, device=device).view(2, -1)
+        lens = torch.tensor([keys, keys - 5], device=device)
+        call = partial(attention_paged, q, key_pages, value_pages, kv_lens=lens, split_size=split_size)
+        options = {"window": (50, 0), "q_offset": 200, "return_lse": True}
+        expected = call(block_table=table, **options)
+        seen = torch.arange(table.shape[1], device=device)
+        seen = (seen >= 150 // page_size) & (seen <= (200 + rows - 1) // page_size)
+        for unused in (-1, 10**6):
+            assert_same_bits(call(block_table=torch.where(seen, table, unused), **options), expected)
+        hole = torch.where(torch.arange(table.shape[1], device=device) == 200 // page_size, -1, table)
+        assert all(x.isnan().all() for x in call(block_table=hole, **options))
+
+
+@on_gpu
+def test_threads_with_queries_in_groups_of_other_sizes():
+    """A kernel's limit of shared memory is one for all threads of the host."""
+    q, k, v = inputs(rows=1)
+    many = q.repeat_interleave(16, 1)
+    expected = attention(q, k, v), attention(many, k, v)
+
+    def call(n):
+        return all(torch.equal(attention((q, many)[n % 2], k, v), expected[n % 2]) for _ in range(500))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(call, range(8)))

@@ -89,8 +89,10 @@ def test_decode_reads_the_cache_once():
     """The 8 query heads of a key head share it: bytes of keys and values, and little else."""
     q, k, v = torch.randn(1, 8, 1, 128), *torch.randn(2, 1, 1, 1000, 128)
     q, k, v = (x.reshape(1, -1, x.shape[-2], 128).bfloat16() for x in (q, k, v))
+    values = dict.fromkeys(ARGUMENTS["attention"]) | {"query": q, "key": k, "value": v, "split_size": 256}
+    values |= {"max_seqlen_q": 1, "max_seqlen_k": 1000, "scale": 0.1, "softcap": 0.0}
     with interpreter.session() as run:
-        interpreter.operators().attention(q, k, v, *(None,) * 7, 1, 1000, 0.1, 0.0, None, None, None, 256)
+        interpreter.operators().attention(**values)
     split, *_ = run.launches
     cache = 2 * k.numel() * k.element_size()
     assert cache <= split.bytes_read <= 1.05 * cache

@@ -1,8 +1,8 @@
 // The backward of attention in three steps: a BackwardRow for each row of queries, the gradients of query, key and value
 // (and mask), and the gradient of the sinks.
 #include "backward_rows.h"
+#include "rows.cuh"
 #include "sm80/launch.h"
-#include "tile.cuh"
 
 namespace flashsoftmax::cuda {
 namespace {
@@ -32,10 +32,13 @@ __global__ void __launch_bounds__(kThreads)
   if (lane_id() != 0) return;
   if (args.grad_lse.data) delta -= static_cast<const float*>(args.grad_lse.data)[args.grad_lse.offset(b, h, i)];
   const State<float> state = from_lse(static_cast<const float*>(forward.lse.data)[forward.lse.offset(b, h, i)]);
-  to[n] = {state.m, state.l == 0 ? 0 : delta};
+  const Tensor4& lse_error = forward.lse_error;
+  const float error = lse_error.data ? static_cast<const float*>(lse_error.data)[lse_error.offset(b, h, i)] : 0;
+  to[n] = {state.m, error * ExpFor<T>().unit, state.l == 0 ? 0 : delta};
 }
 
 // A sink is a key of value 0, so its dS is -P delta, summed over all rows of the head. Grid: one block per query head.
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     sink_gradients_kernel(const __grid_constant__ AttentionGradParams args, const BackwardRow* rows, int64_t batch) {
   __shared__ double sums[kThreads];
@@ -45,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   double sum = 0;
   for (int64_t n = threadIdx.x; n < batch * forward.rows_q; n += kThreads) {
     const BackwardRow row = rows[(n / forward.rows_q * forward.heads_q + h) * forward.rows_q + n % forward.rows_q];
-    if (row.lse != kHidden) sum -= weight(sink, row.lse) * row.delta;
+    if (row.lse != kHidden) sum -= weight_in_row<T>(sink, row.lse, row.lse_error) * row.delta;
   }
   sums[threadIdx.x] = sum;
   for (int half = kThreads / 2; half > 0; half /= 2) {
@@ -64,17 +67,17 @@ void attention_grad(const AttentionGradParams& args, void* scratch, void* stream
   const auto s = static_cast<cudaStream_t>(stream);
   BackwardRow* rows = static_cast<BackwardRow*>(scratch);
   constexpr int64_t kBlockRows = kThreads / kWarp;
-  const int64_t blocks = (all_rows(forward) + kBlockRows - 1) / kBlockRows;
+  const int64_t blocks = checked_product("query", "tiles of rows", {(all_rows(forward) + kBlockRows - 1) / kBlockRows});
   if (blocks == 0) return;
   for_dtype("query", forward.dtype, [&](auto element) {
-    backward_rows_kernel<decltype(element)><<<blocks, kThreads, 0, s>>>(args, rows, all_rows(forward));
+    using T = decltype(element);
+    backward_rows_kernel<T><<<blocks, kThreads, 0, s>>>(args, rows, all_rows(forward));
     check("backward, rows", cudaGetLastError());
-  });
-  sm80::pick(sm80::backward<64>, sm80::backward<128>, sm80::backward<256>, forward)(args, scratch, s);
-  if (args.grad_sinks) {
-    sink_gradients_kernel<<<forward.heads_q, kThreads, 0, s>>>(args, rows, forward.batch());
+    sm80::pick(sm80::backward<64>, sm80::backward<128>, sm80::backward<256>, forward)(args, scratch, s);
+    if (!args.grad_sinks) return;
+    sink_gradients_kernel<T><<<forward.heads_q, kThreads, 0, s>>>(args, rows, forward.batch());
     check("backward, sinks", cudaGetLastError());
-  }
+  });
 }
 
 }  // namespace flashsoftmax::cuda

@@ -40,7 +40,7 @@ __device__ __forceinline__ void store(T* row, int64_t stride, int64_t d, int64_t
   if (aligned) *reinterpret_cast<Elements<T, kWidth>*>(row + d) = elements;
 }
 
-// Writes NaN to rows [row, row + rows) of one head, `dims` elements each: the rows of a sequence whose lengths are
+// Writes NaN to rows [row, row + rows) of one head, `dims` elements each: rows of a sequence whose lengths are
 // impossible. The work is shared by all threads of `workers` blocks, of which this is number `worker`.
 template <class T>
 __device__ void write_nan(const Tensor4& x, int64_t batch, int64_t head, int64_t row, int64_t rows, int64_t dims,
@@ -48,6 +48,23 @@ __device__ void write_nan(const Tensor4& x, int64_t batch, int64_t head, int64_t
   T* to = static_cast<T*>(x.data) + x.offset(batch, head, row);
   for (int64_t i = worker * blockDim.x + threadIdx.x; i < rows; i += workers * blockDim.x)
     for (int64_t d = 0; d < dims; d++) to[i * x.row + d * x.dim] = T(NAN);
+}
+
+// Likewise for the results of attention, of elements T.
+template <class T>
+__device__ void write_nan_results(const AttentionParams& args, int64_t batch, int64_t head, int64_t row, int64_t rows,
+                                  int64_t worker = 0, int64_t workers = 1) {
+  write_nan<T>(args.out, batch, head, row, rows, args.head_dim_v, worker, workers);
+  write_nan<float>(args.lse, batch, head, row, rows, 1, worker, workers);
+  if (args.lse_error.data) write_nan<float>(args.lse_error, batch, head, row, rows, 1, worker, workers);
+}
+
+// Writes lse of a finished row, and what it loses to rounding if that is wanted.
+__device__ __forceinline__ void write_lse(const AttentionParams& args, int64_t batch, int64_t head, int64_t row,
+                                          const State<float>& state) {
+  const Tensor4 &to = args.lse, &error = args.lse_error;
+  static_cast<float*>(to.data)[to.offset(batch, head, row)] = lse(state);
+  if (error.data) static_cast<float*>(error.data)[error.offset(batch, head, row)] = lse_error(state);
 }
 
 }  // namespace flashsoftmax::cuda

@@ -20,6 +20,19 @@ inline void check(const char* what, cudaError_t error) {
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
+// The product of factors that are not negative, or an error if it is more than `most`. A grid has at most INT32_MAX blocks.
+inline int64_t checked_product(const char* argument, const char* what, std::initializer_list<int64_t> factors,
+                               int64_t most = INT32_MAX) {
+  int64_t product = 1;
+  for (int64_t factor : factors)
+    if (factor == 0) return 0;
+  for (int64_t factor : factors)
+    if (__builtin_mul_overflow(product, factor, &product) || product > most)
+      throw std::invalid_argument(std::string(argument) + ": more than " + std::to_string(most) + " " + what +
+                                  ", wanted fewer on CUDA");
+  return product;
+}
+
 // Calls launch(T()) for the element type T of an argument.
 template <class Launch> void for_dtype(const char* argument, DType dtype, Launch&& launch) {
   switch (dtype) {

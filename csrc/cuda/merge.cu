@@ -114,7 +114,7 @@ template <class T> struct SplitStates {
     cuda::store(out, args.out.dim, d, args.head_dim_v, aligned, from);
   }
   __device__ void store_lse(const OutputRow& row, const State<float>& total) const {
-    static_cast<float*>(args.lse.data)[args.lse.offset(row.b, row.h, row.i)] = lse(total);
+    write_lse(args, row.b, row.h, row.i, total);
   }
 };
 
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   }
 }
 
-// With w_n = e^(lse_n - lse) and g_n = grad_out . out_n:
+// With w_n = e^(lse_n - m) / l, where (m, l) is the total of all states, and g_n = grad_out . out_n:
 //     grad_out_n = w_n grad_out,    grad_lse_n = w_n (g_n - sum_m w_m g_m + grad_lse).
 // Grid and block are those of merge_kernel with one team.
 template <class T>
@@ -185,10 +185,12 @@ __global__ void __launch_bounds__(kThreads)
   const Row<T> row(args.forward, aligned);
   if (!row.exists) return;
 
-  const State<float> total = from_lse(row.lse(args.forward.output));
+  State<float> total;  // as the forward has it: one lse would lose l if it is large
+  for (int64_t n = 0; n < args.forward.states; n++) merge(total, from_lse(row.lse(states[n])));
+  const float inverse = inverse_sum(total);
   const auto weight_of = [&](int64_t n) {
     const State<float> state = from_lse(row.lse(states[n]));
-    return state.l == 0 || total.l == 0 ? 0 : weight(state.m, total.m);
+    return state.l == 0 ? 0 : weight(state.m, total.m) * inverse;
   };
 
   // grad_out_n; grad_lse_n holds g_n until the sum over all states is known.
@@ -238,7 +240,9 @@ StateList list_of(const MergeParams& args, const MergeState* states, void* memor
   for (int64_t begin = 0; begin < args.states; begin += kFew) {
     const int64_t count = min(args.states - begin, kFew);
     for (int64_t n = 0; n < count; n++) list.few[n] = states[begin + n];
-    if (many) write_states<<<1, count, 0, stream>>>(list, many + begin);
+    if (!many) continue;
+    write_states<<<1, count, 0, stream>>>(list, many + begin);
+    check("merge, list of states", cudaGetLastError());
   }
   list.many = many;
   return list;
@@ -260,7 +264,7 @@ template <class Launch> void for_rows(int64_t rows, int64_t dim, int64_t width, 
   int64_t lanes = 1;
   while (lanes < needed && lanes < kWarp) lanes *= 2;
   const int64_t rows_per_block = kThreads / lanes / teams;
-  const int64_t blocks = (rows + rows_per_block - 1) / rows_per_block;
+  const int64_t blocks = checked_product("out", "tiles of rows", {(rows + rows_per_block - 1) / rows_per_block});
   if (blocks == 0) return;
   launch(dim3(blocks), dim3(lanes, rows_per_block, teams));
   check("merge", cudaGetLastError());

@@ -26,9 +26,11 @@ template <class T> struct ExpFor {
     return power_of_2(x * unit);
   }
 };
-// e^(score - lse) of a row that is not empty.
-template <class T> __device__ __forceinline__ float weight_in_row(float score, float lse) {
-  return ExpFor<T>()(score - lse);
+// The weight e^(score - (lse + lse_error)) of a key in a finished row that is not empty. lse_error is in the units of
+// ExpFor: so it is part of the FMA before the power of two, and costs nothing.
+template <class T> __device__ __forceinline__ float weight_in_row(float score, float lse, float lse_error) {
+  if constexpr (kIsFloat<T>) return Exp()((score - lse) - lse_error);
+  return power_of_2(fmaf(score - lse, ExpFor<T>().unit, -lse_error));
 }
 
 // The states of a fragment's rows. Until finish, m is in the units of the scores, and l is the sum over the columns of

@@ -2,9 +2,7 @@
 // that they leave in scratch memory, and the kernel that merges those.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include "../params.h"
+#include "launch.h"
 
 namespace flashsoftmax::cuda {
 
@@ -21,23 +19,25 @@ struct Splits {
   int64_t size;   // keys per split
   int64_t count;  // of splits
   int64_t rows, width;
+  int64_t bytes;  // of scratch memory
   float* acc;
   float2* states;
 
   Splits(const AttentionParams& args, void* scratch)
       : size((min(args.split_size, kMaxSplit) + kSplitStep - 1) / kSplitStep * kSplitStep),
         count(max<int64_t>(1, (args.seqlen_k + size - 1) / size)),
-        rows(args.sequences * args.heads_q * args.seqlen_q),
+        rows(checked_product("query", "rows", {args.sequences, args.heads_q, args.seqlen_q}, INT64_MAX)),
         width((args.head_dim_v + 3) / 4 * 4),
+        bytes(count == 1 ? 0
+                         : checked_product("key", "bytes of scratch memory for splits",
+                                           {count, rows, width * int64_t(sizeof(float)) + int64_t(sizeof(float2))},
+                                           INT64_MAX)),
         acc(static_cast<float*>(scratch)),
         states(reinterpret_cast<float2*>(acc + count * rows * width)) {}
 
   // The index of a state.
   FLASHSOFTMAX_INLINE int64_t at(const AttentionParams& args, int64_t split, int64_t b, int64_t h, int64_t i) const {
     return split * rows + (b * args.heads_q + h) * args.seqlen_q + i;
-  }
-  int64_t scratch_bytes() const {
-    return count == 1 ? 0 : count * rows * (width * int64_t(sizeof(float)) + int64_t(sizeof(float2)));
   }
 };
 

@@ -5,7 +5,7 @@ namespace flashsoftmax::cuda {
 
 bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  check("capture status of the stream", cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status));
   return status != cudaStreamCaptureStatusNone;
 }
 

@@ -154,11 +154,11 @@ __device__ __forceinline__ int clamp_to_int(int64_t x) {
 }
 
 // The rows of one head of a tensor, from which tiles are copied. Rows outside [begin, end) and elements beyond dims
-// are not read; in a tile they are 0.
+// are not read; in a tile they are 0. begin is 0 unless paged.
 template <class T> struct Source {
   const T* data;     // row 0; paged: row 0 of page 0
   int64_t row, dim;  // strides
-  int64_t end;
+  int64_t begin, end;
   int dims;
   bool aligned;     // whether rows can be read in 16-byte chunks
   IntVector pages;  // of the sequence, if paged
@@ -177,14 +177,16 @@ template <class T>
 __device__ __forceinline__ Source<T> source(const Tensor4& x, int64_t batch, int64_t head, int64_t row, int64_t rows,
                                             int64_t dims, bool aligned) {
   const T* data = static_cast<const T*>(x.data) + x.offset(batch, head, row);
-  return {data, x.row, x.dim, rows, static_cast<int>(dims), aligned, {}, 0, 0};
+  return {data, x.row, x.dim, 0, rows, static_cast<int>(dims), aligned, {}, 0, 0};
 }
-// The keys or values of sequence b for one key head.
+// The keys or values of sequence b for one key head. Keys outside [begin, end) are hidden: their pages may not exist.
 template <class T>
 __device__ __forceinline__ Source<T> source(const AttentionParams& args, const Tensor4& x, const Sequence& seq,
-                                            int64_t b, int64_t kv_head, int64_t dims, bool aligned) {
+                                            int64_t b, int64_t kv_head, int64_t begin, int64_t end, int64_t dims,
+                                            bool aligned) {
   if (!args.block_table) return source<T>(x, seq.k_batch, kv_head, seq.k_row, seq.band.kv_len, dims, aligned);
-  Source<T> paged = source<T>(x, 0, kv_head, 0, seq.band.kv_len, dims, aligned);
+  Source<T> paged = source<T>(x, 0, kv_head, 0, end, dims, aligned);
+  paged.begin = begin;
   paged.pages = args.block_table.advanced(b * args.block_table_row);
   paged.page = x.batch;
   paged.page_size = static_cast<uint32_t>(args.page_size);
@@ -201,7 +203,7 @@ __device__ __forceinline__ bool pages_exist(const AttentionParams& args, int64_t
   return !__syncthreads_or(missing);
 }
 
-// Copies rows [first, first + kRows) to a tile, by kThreads threads; `first` exists. Rows in aligned chunks are copied
+// Copies rows [first, first + kRows) to a tile, by kThreads threads; some of them exist. Rows in aligned chunks are copied
 // asynchronously and not yet committed, others at once. Either way they can be read after a commit, wait_for_copies and
 // a barrier.
 template <int kRows, int kThreads, class T, int kDim>
@@ -217,15 +219,20 @@ __device__ __forceinline__ void copy(Tile<T, kDim> to, const Source<T>& from, in
 #pragma unroll
     for (int n = 0; n < kRows; n += kStep, at += kStep * stride)
       copy_async_if(n < rows, to.address(row + n, chunk), at);
-  } else if (from.aligned) {
+    return;
+  }
+  const int hidden = clamp_to_int(from.begin - first) - row;  // rows from `row` on that do not exist
+  if (from.aligned) {
 #pragma unroll 4
-    for (int n = 0; n < kRows; n += kStep)
-      copy_async_if(n < rows, to.address(row + n, chunk), from.at(n < rows ? first + row + n : 0) + column);
+    for (int n = 0; n < kRows; n += kStep) {
+      const bool exists = hidden <= n && n < rows;
+      copy_async_if(exists, to.address(row + n, chunk), from.at(exists ? first + row + n : from.begin) + column);
+    }
   } else {
 #pragma unroll 1
     for (int n = 0; n < kRows; n += kStep) {
       alignas(16) T elements[kChunk<T>];
-      const T* at = n < rows ? from.at(first + row + n) + column * from.dim : nullptr;
+      const T* at = hidden <= n && n < rows ? from.at(first + row + n) + column * from.dim : nullptr;
 #pragma unroll
       for (int e = 0; e < kChunk<T>; e++) elements[e] = at && column + e < from.dims ? at[e * from.dim] : T(0.0f);
       shared<uint4>(to.address(row + n, chunk)) = reinterpret_cast<const uint4&>(elements);

@@ -23,17 +23,10 @@ __device__ __forceinline__ int hide_from_optimizer(int x) {
   return x;
 }
 
-// Begins an asynchronous copy of 16 or 8 bytes from global to shared memory. The first `bytes` are read, the rest of the
-// destination becomes 0.
-__device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_async_8(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-// Copies 16 bytes if they exist, else writes zeros. Takes fewer instructions than a variable number of bytes.
+// Begins an asynchronous copy of 16 bytes from global to shared memory, or of zeros if they do not exist.
 __device__ __forceinline__ void copy_async_if(bool exists, uint32_t to, const void* from) {
-  copy_async_16(to, from, exists ? 16 : 0);
+  const int bytes = exists ? 16 : 0;  // to be read; the rest becomes 0
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 // Closes a commit: all copies that this thread has begun since its previous commit.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

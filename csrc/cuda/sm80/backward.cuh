@@ -125,9 +125,8 @@ __device__ __forceinline__ void copy_queries(const BackwardParams& params, const
       do_smem, source<T>(grad_out, seq.q_batch, h, seq.q_row, grad_len, forward.head_dim_v, params.grad_out_aligned),
       at);
   if (const int n = threadIdx.x; n < kRows)
-    copy_async_8(rows + n * sizeof(BackwardRow),
-                 params.rows + (seq.q_batch * forward.heads_q + h) * forward.rows_q + seq.q_row + at + n,
-                 at + n < len ? sizeof(BackwardRow) : 0);
+    copy_async_if(at + n < len, rows + n * sizeof(BackwardRow),
+                  params.rows + (seq.q_batch * forward.heads_q + h) * forward.rows_q + seq.q_row + at + n);
 }
 
 // Copies the block's own rows; and the rows from `at` on of the other side, for query head h, to a stage.
@@ -281,7 +280,8 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
       for_each(s.x[r], dp.x[r], [&](float& x, float& ds, int c, int half, int e) {
         const BackwardRow& row = row_of(r, c, half, e);
         if (kEdge && (!visible[half].holds(fragment_column(c, e)) || row.lse == kHidden)) return hide(x, ds, spoils);
-        x = weight_in_row<T>(__fmul_rn(x, scale), row.lse);  // not contracted: lse is made of rounded scores
+        // The score is rounded before lse is subtracted, as it was in the forward.
+        x = weight_in_row<T>(__fmul_rn(x, scale), row.lse, row.lse_error);
         ds = x * (ds - row.delta);
       });
     }
@@ -301,7 +301,7 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
         const bool shown = visible[half].holds(fragment_column(c, e)) && row.lse != kHidden;
         const float content = block.head.score.content(x), score = shown ? block.head.at(content, i, j) : kHidden;
         if (score == kHidden) return hide(x, ds, spoils);
-        x = weight_in_row<T>(score, row.lse);
+        x = weight_in_row<T>(score, row.lse, row.lse_error);
         ds = x * (ds - row.delta);
         if (!kOwnsKeys && args.grad_mask.data) {
           float* to = static_cast<float*>(args.grad_mask.data) + args.grad_mask.offset(block.seq.q_batch, h, i);
@@ -453,11 +453,13 @@ template <class T, int kHeadDim, Wanted kWanted>
 void launch_backward(const BackwardParams& params, cudaStream_t stream) {
   using Shape = BackwardShape<T, kHeadDim, kWanted>;
   const AttentionParams& forward = params.args.forward;
-  const int64_t rows = Shape::kOwnsKeys ? forward.seqlen_k : min(forward.seqlen_q, forward.rows_q);
+  // At least one tile of queries: it writes NaN to the rows of a sequence that is longer than max_seqlen_q.
+  const int64_t rows = Shape::kOwnsKeys ? forward.seqlen_k : max<int64_t>(1, min(forward.seqlen_q, forward.rows_q));
   const int64_t tiles = (rows + Shape::kOwn - 1) / Shape::kOwn;
-  const int64_t blocks = tiles * forward.sequences * (Shape::kOwnsKeys ? forward.heads_kv : forward.heads_q);
+  const int64_t heads = Shape::kOwnsKeys ? forward.heads_kv : forward.heads_q;
+  const int64_t blocks =
+      checked_product(Shape::kOwnsKeys ? "key" : "query", "tiles", {tiles, forward.sequences, heads});
   if (blocks == 0) return;
-  if (blocks > INT32_MAX) throw std::invalid_argument("query: more than 2^31 tiles of queries or keys on CUDA");
   const auto kernel = backward_kernel<T, kHeadDim, kWanted>;
   check("backward", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes));
   kernel<<<blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(params, tiles);

@@ -29,8 +29,7 @@ struct DecodeBlock {
   int64_t j0;       // the first key of the first tile
   int first, last;  // relative to j0, the keys [first, last) of the split that some query sees; 0, 0 if none
   TileRange visible;
-  int64_t split_begin, split_end;  // the keys of the split
-  bool readable;                   // whether the split's pages exist; if not, its rows are NaN
+  bool readable;  // whether the pages of these keys exist; if not, the rows are NaN
 
   // Blocks with the same keys are neighbours.
   template <int kTile> __device__ __forceinline__ void locate(const DecodeParams& params, uint32_t index) {
@@ -41,8 +40,8 @@ struct DecodeBlock {
     kv_head = index / params.row_blocks / splits % heads_kv;
     b = index / params.row_blocks / splits / heads_kv;
     seq = sequence(args, b);
-    split_begin = split * params.splits.size;
-    split_end = min(split_begin + params.splits.size, seq.band.kv_len);
+    const int64_t split_begin = split * params.splits.size;
+    const int64_t split_end = min(split_begin + params.splits.size, seq.band.kv_len);
     const int64_t begin = max(split_begin, seq.band.first(0)), end = min(split_end, seq.band.end(seq.q_len - 1));
     j0 = begin / kTile * kTile;
     first = begin < end ? static_cast<int>(begin - j0) : 0;
@@ -280,7 +279,7 @@ __device__ __forceinline__ void write_state(const DecodeParams& params, const De
     return;
   }
   const int64_t b = block.seq.q_batch, i = block.seq.q_row + row.i;
-  if (column == 0) static_cast<float*>(args.lse.data)[args.lse.offset(b, row.h, i)] = lse(state);
+  if (column == 0) write_lse(args, b, row.h, i, state);
   if (column >= args.head_dim_v) return;
   const float inverse = inverse_sum(state);
 #pragma unroll
@@ -325,13 +324,11 @@ __device__ __forceinline__ bool finished_early(const DecodeParams& params, Decod
   if (seq.q_len <= 0) return true;
   if (!seq.valid) {
     if (block.split > 0 || block.first_row > 0) return true;
-    for (int64_t h = block.kv_head * args.group(); h < (block.kv_head + 1) * args.group(); h++) {
-      write_nan<T>(args.out, seq.q_batch, h, seq.q_row, seq.q_len, args.head_dim_v);
-      write_nan<float>(args.lse, seq.q_batch, h, seq.q_row, seq.q_len, 1);
-    }
+    for (int64_t h = block.kv_head * args.group(); h < (block.kv_head + 1) * args.group(); h++)
+      write_nan_results<T>(args, seq.q_batch, h, seq.q_row, seq.q_len);
     return true;
   }
-  const bool readable = pages_exist(args, block.b, block.split_begin, block.split_end);
+  const bool readable = pages_exist(args, block.b, block.j0 + block.first, block.j0 + block.last);
   last = readable ? block.last : 0;
   if (last == 0 && readable && splits.count > 1 && !(args.sinks.data && block.split == 0)) {
     for (uint32_t n = threadIdx.x; n < rows; n += blockDim.x) {
@@ -410,17 +407,18 @@ template <int kHeadDim> void decode(const AttentionParams& args, void* scratch, 
   for_dtype("query", args.dtype, [&](auto element) {
     using T = decltype(element);
     using Shape = DecodeShape<T, kHeadDim>;
-    const int64_t rows = args.group() * args.seqlen_q;
+    if (args.heads_kv == 0) return;
+    const int64_t rows = checked_product("query", "rows per key head", {args.group(), args.seqlen_q});
     const int64_t row_tiles = rows > 16 ? Shape::kMaxRowTiles : 1;
     const int64_t row_blocks = max<int64_t>(1, (rows + 16 * row_tiles - 1) / (16 * row_tiles));
-    const int64_t blocks = args.sequences * args.heads_kv * splits.count * row_blocks;
+    const int64_t blocks = checked_product("key", "splits", {args.sequences, args.heads_kv, splits.count, row_blocks});
     if (blocks == 0) return;
-    if (blocks > INT32_MAX) throw std::invalid_argument("key: more than 2^31 splits on CUDA");
     const DecodeParams params{args, Alignment(args), splits, uint32_t(rows), uint32_t(row_tiles), uint32_t(row_blocks)};
     const auto kernel = decode_kernel<T, kHeadDim>;
-    const int bytes = Shape::shared_bytes(16 * row_tiles);
-    check("decode", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    kernel<<<blocks, kWarp * Shape::kWarps * row_tiles, bytes, stream>>>(params);
+    // The limit is one per kernel, not per launch: a smaller one could meet the launch of another thread.
+    constexpr int kMaxBytes = Shape::shared_bytes(16 * Shape::kMaxRowTiles);
+    check("decode", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxBytes));
+    kernel<<<blocks, kWarp * Shape::kWarps * row_tiles, Shape::shared_bytes(16 * row_tiles), stream>>>(params);
     check("decode", cudaGetLastError());
   });
   if (splits.count > 1) merge_splits(args, splits, stream);

@@ -72,22 +72,25 @@ __device__ __forceinline__ bool locate(const ForwardParams& params, const Forwar
   constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys;
   const AttentionParams& args = params.args;
   const Sequence seq = sequence(args, task.b);
-  const int64_t i0 = task.q_tile * kQueries, i1 = min(i0 + kQueries, seq.q_len);
-  if (i0 >= seq.q_len) return false;
-  if (!seq.valid || !pages_exist(args, task.b, 0, seq.band.kv_len)) {
-    write_nan<T>(args.out, seq.q_batch, task.h, seq.q_row + i0, i1 - i0, args.head_dim_v);
-    write_nan<float>(args.lse, seq.q_batch, task.h, seq.q_row + i0, i1 - i0, 1);
+  if (!seq.valid) {  // it may have more rows than tiles have been launched for
+    write_nan_results<T>(args, seq.q_batch, task.h, seq.q_row, seq.q_len, task.q_tile, params.order.q_tiles);
     return false;
   }
-  const int64_t j0 = seq.band.first(i0) / kKeys * kKeys, end = seq.band.end(i1 - 1);
+  const int64_t i0 = task.q_tile * kQueries, i1 = min(i0 + kQueries, seq.q_len);
+  if (i0 >= seq.q_len) return false;
+  const int64_t begin = seq.band.first(i0), end = seq.band.end(i1 - 1), j0 = begin / kKeys * kKeys;
+  if (!pages_exist(args, task.b, begin, end)) {
+    write_nan_results<T>(args, seq.q_batch, task.h, seq.q_row + i0, i1 - i0);
+    return false;
+  }
   const int64_t kv_head = task.h / args.group();
-  tiles = end <= j0 ? 0 : static_cast<int>((end - j0 + kKeys - 1) / kKeys);
+  tiles = end <= begin ? 0 : static_cast<int>((end - j0 + kKeys - 1) / kKeys);
   if (threadIdx.x == 0) {
     block.seq = seq;
     block.head = head_scores(args, seq.band, seq.q_batch, task.h);
     block.query = source<T>(args.query, seq.q_batch, task.h, seq.q_row, seq.q_len, args.head_dim, params.aligned.query);
-    block.key = source<T>(args, args.key, seq, task.b, kv_head, args.head_dim, params.aligned.key);
-    block.value = source<T>(args, args.value, seq, task.b, kv_head, args.head_dim_v, params.aligned.value);
+    block.key = source<T>(args, args.key, seq, task.b, kv_head, begin, end, args.head_dim, params.aligned.key);
+    block.value = source<T>(args, args.value, seq, task.b, kv_head, begin, end, args.head_dim_v, params.aligned.value);
     block.i0 = i0;
     block.i1 = i1;
     block.j0 = j0;
@@ -148,8 +151,7 @@ __device__ __forceinline__ void write_output(const ForwardParams& params, const 
   for (int r = 0; r < kStrips; r++)
     for (int h = 0; h < 2; h++) {
       const int64_t i = w0 + fragment_row(r, h);
-      if (i < w1)
-        static_cast<float*>(args.lse.data)[args.lse.offset(seq.q_batch, task.h, seq.q_row + i)] = lse(rows.state[r][h]);
+      if (i < w1) write_lse(args, seq.q_batch, task.h, seq.q_row + i, rows.state[r][h]);
     }
 }
 
@@ -222,13 +224,13 @@ template <int kHeadDim> void forward(const AttentionParams& args, void*, cudaStr
     using T = decltype(element);
     using Shape = ForwardShape<T, kHeadDim>;
     constexpr int64_t kSectionBytes = 16 << 20;  // of keys and values: well within the L2 cache
-    const int64_t units = args.sequences * args.heads_kv;
-    const int64_t head_bytes = args.seqlen_k * (args.head_dim + args.head_dim_v) * sizeof(T);
-    const int64_t section = min(max<int64_t>(1, kSectionBytes / max<int64_t>(1, head_bytes)), units);
-    const int64_t q_tiles = (args.seqlen_q + Shape::kQueries - 1) / Shape::kQueries;
-    const int64_t blocks = q_tiles * units * args.group();
+    const int64_t q_tiles = (min(args.seqlen_q, args.rows_q) + Shape::kQueries - 1) / Shape::kQueries;
+    const int64_t blocks = checked_product("query", "tiles of queries", {q_tiles, args.sequences, args.heads_q});
     if (blocks == 0) return;
-    if (blocks > INT32_MAX) throw std::invalid_argument("query: more than 2^31 tiles of queries on CUDA");
+    const int64_t units = args.sequences * args.heads_kv;
+    const int64_t key_bytes = max<int64_t>(1, (args.head_dim + args.head_dim_v) * sizeof(T));
+    const int64_t head_bytes = min(args.seqlen_k, kSectionBytes) * key_bytes;
+    const int64_t section = min(max<int64_t>(1, kSectionBytes / max<int64_t>(1, head_bytes)), units);
     const ForwardOrder order{uint32_t(q_tiles), uint32_t(section), uint32_t(args.heads_kv), uint32_t(args.group()),
                              uint32_t(units)};
     const auto kernel = forward_kernel<T, kHeadDim>;

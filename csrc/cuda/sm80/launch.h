@@ -11,7 +11,7 @@ template <int kHeadDim> void forward(const AttentionParams&, void* scratch, cuda
 template <int kHeadDim> void decode(const AttentionParams&, void* scratch, cudaStream_t);
 template <int kHeadDim> void backward(const AttentionGradParams&, void* scratch, cudaStream_t);
 
-inline int64_t decode_scratch(const AttentionParams& args) { return Splits(args, nullptr).scratch_bytes(); }
+inline int64_t decode_scratch(const AttentionParams& args) { return Splits(args, nullptr).bytes; }
 
 // Picks the launcher for these head dims: pick(forward<64>, forward<128>, forward<256>, args).
 template <class Launcher>
