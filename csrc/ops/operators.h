@@ -37,7 +37,7 @@ template <class Device> struct Operators {
     };
     Tensor lse = statistics(), lse_error = statistics();
     if (unread) torch::stable::fill_(lse, kHidden);
-    torch::stable::zero_(lse_error);
+    if (unread) torch::stable::zero_(lse_error);
     p.out = view(out);
     p.lse = view(lse);
     p.lse_error = view(lse_error);
