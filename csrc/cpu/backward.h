@@ -14,7 +14,7 @@ namespace flashsoftmax::FLASHSOFTMAX_ISA {
 template <class T> class Backward {
   using A = Accumulate<T>;
   using E = Packed<T>;
-  using Element = std::conditional_t<kDepth<E> == 1, A, T>;  // of which E holds kDepth
+  using Element = std::conditional_t<kDepth<E> == 1, A, T>;  // E is kDepth of these
   using V = Vec<A>;
   using Block = DimBlock<E>;
   using Scores = PanelScores<A, Block::cols>;
@@ -27,7 +27,7 @@ template <class T> class Backward {
 
   const AttentionGradParams& params;
   const AttentionParams& p = params.forward;
-  // Row lengths of tiles: in packed elements along head_dim, or in dimensions where these lie in the lanes.
+  // Row lengths of tiles: depth in packed elements, for products along head_dim; dim where head_dim lies in the lanes.
   const int64_t depth_padded = round_up(ceil_div(p.head_dim, kDepth<E>), 16);
   const int64_t depth_v_padded = round_up(ceil_div(p.head_dim_v, kDepth<E>), 16);
   const int64_t dim_padded = round_up(p.head_dim, panel), dim_v_padded = round_up(p.head_dim_v, panel);
@@ -47,29 +47,29 @@ template <class T> class Backward {
   struct Workspace {
     Arena arena;
     const Backward& b;
-    E* q = arena.take<E>(tile_queries * b.depth_padded);                 // [tile_queries][depth_padded]
-    E* q_columns = arena.take<E>(tile_queries * b.depth_padded);         // [depth_padded][tile_queries]
-    E* q_across = arena.take<E>(packed_queries * b.dim_padded);          // [packed_queries][dim_padded]
-    E* grad_o = arena.take<E>(tile_queries * b.depth_v_padded);          // [tile_queries][depth_v_padded]
-    E* grad_o_columns = arena.take<E>(tile_queries * b.depth_v_padded);  // [depth_v_padded][tile_queries]
-    E* grad_o_across = arena.take<E>(packed_queries * b.dim_v_padded);   // [packed_queries][dim_v_padded]
-    E* k = arena.take<E>(tile_keys * b.depth_padded);                    // [tile_keys][depth_padded]
-    E* k_across = arena.take<E>(packed_keys * b.dim_padded);             // [packed_keys][dim_padded]
-    E* v = arena.take<E>(tile_keys * b.depth_v_padded);                  // [tile_keys][depth_v_padded]
+    E* q = arena.take<E>(tile_queries * b.depth_padded);                   // [tile_queries][depth_padded]
+    E* q_columns = arena.take<E>(tile_queries * b.depth_padded);           // [depth_padded][tile_queries]
+    E* q_across = arena.take<E>(packed_queries * b.dim_padded);            // [packed_queries][dim_padded]
+    E* grad_out = arena.take<E>(tile_queries * b.depth_v_padded);          // [tile_queries][depth_v_padded]
+    E* grad_out_columns = arena.take<E>(tile_queries * b.depth_v_padded);  // [depth_v_padded][tile_queries]
+    E* grad_out_across = arena.take<E>(packed_queries * b.dim_v_padded);   // [packed_queries][dim_v_padded]
+    E* k = arena.take<E>(tile_keys * b.depth_padded);                      // [tile_keys][depth_padded]
+    E* k_across = arena.take<E>(packed_keys * b.dim_padded);               // [packed_keys][dim_padded]
+    E* v = arena.take<E>(tile_keys * b.depth_v_padded);                    // [tile_keys][depth_v_padded]
 
     A* s = arena.take<A>(tile_keys * tile_queries);          // [tile_keys][tile_queries]
     A* grad_p = arena.take<A>(tile_keys * tile_queries);     // [tile_keys][tile_queries]
     A* grad_bias = arena.take<A>(tile_keys * tile_queries);  // [tile_keys][tile_queries]
     E* weights = arena.take<E>(tile_keys * packed_queries);  // [tile_keys][packed_queries]
     E* grad_s = arena.take<E>(tile_keys * packed_queries);   // [tile_keys][packed_queries]
-    E* grad_s_across =
-        kDepth<E> == 1 ? grad_s : arena.take<E>(packed_keys * tile_queries);  // [packed_keys][tile_queries]
-    A* lse_error = arena.take<A>(tile_queries);                               // [tile_queries]
-    A* lse = arena.take<A>(tile_queries);                                     // [tile_queries]
-    A* delta = arena.take<A>(tile_queries);                                   // [tile_queries]
-    A* mask = arena.take<A>(Scores::mask_elements(b.p));
-    double* grad_mask =
-        arena.take<double>(b.mask_is_broadcast ? tile_keys * tile_queries : 0);  // [tile_keys][tile_queries]
+    // [packed_keys][tile_queries]; grad_s itself where elements are not packed in pairs
+    E* grad_s_across = kDepth<E> == 1 ? grad_s : arena.take<E>(packed_keys * tile_queries);
+    A* lse = arena.take<A>(tile_queries);                 // [tile_queries]
+    A* lse_error = arena.take<A>(tile_queries);           // [tile_queries]
+    A* delta = arena.take<A>(tile_queries);               // [tile_queries]
+    A* mask = arena.take<A>(Scores::mask_elements(b.p));  // [mask_elements], for Scores
+    // [tile_keys][tile_queries]
+    double* grad_mask = arena.take<double>(b.mask_is_broadcast ? tile_keys * tile_queries : 0);
 
     A* grad_k = arena.take<A>(tile_keys * b.dim_padded);    // [tile_keys][dim_padded]
     A* grad_v = arena.take<A>(tile_keys * b.dim_v_padded);  // [tile_keys][dim_v_padded]
@@ -124,11 +124,11 @@ template <class T> class Backward {
     const int64_t b = row / p.rows_q / p.heads_q, h = row / p.rows_q % p.heads_q, i = row % p.rows_q;
     A delta = 0;
     if (params.grad_out.data) {
-      A o[kMaxHeadDim], grad_o[kMaxHeadDim];
-      widen(at<T>(p.out, b, h, i), p.out.dim, p.head_dim_v, dim_v_padded, o);
-      widen(at<T>(params.grad_out, b, h, i), params.grad_out.dim, p.head_dim_v, dim_v_padded, grad_o);
+      A out[kMaxHeadDim], grad_out[kMaxHeadDim];
+      widen(at<T>(p.out, b, h, i), p.out.dim, p.head_dim_v, dim_v_padded, out);
+      widen(at<T>(params.grad_out, b, h, i), params.grad_out.dim, p.head_dim_v, dim_v_padded, grad_out);
       V sums(0);
-      for (int64_t d = 0; d < dim_v_padded; d += V::lanes) sums = sums + V::load(o + d) * V::load(grad_o + d);
+      for (int64_t d = 0; d < dim_v_padded; d += V::lanes) sums = sums + V::load(out + d) * V::load(grad_out + d);
       delta += sums.fold([](A a, A b) { return a + b; });
     }
     if (params.grad_lse.data) delta -= *at<A>(params.grad_lse, b, h, i);
@@ -196,9 +196,9 @@ template <class T> class Backward {
     pack(query_rows<T>(p.query, s, q.h), q.i, q.queries, tile_queries, p.head_dim, depth_padded, w.q);
     if (params.grad_out.data)
       pack(query_rows<T>(params.grad_out, s, q.h), q.i, q.queries, tile_queries, p.head_dim_v, depth_v_padded,
-           w.grad_o);
+           w.grad_out);
     else
-      std::memset(static_cast<void*>(w.grad_o), 0, tile_queries * depth_v_padded * sizeof(E));
+      std::memset(static_cast<void*>(w.grad_out), 0, tile_queries * depth_v_padded * sizeof(E));
     const A* delta = all.delta + (s.q_batch * p.heads_q + q.h) * p.rows_q + s.q_row + q.i;
     for (int64_t r = 0; r < tile_queries; r++) {
       const bool exists = r < q.queries;
@@ -208,12 +208,12 @@ template <class T> class Backward {
       w.delta[r] = exists ? delta[r] : A(0);
       if (!is_empty(w.lse[r])) continue;
       std::memset(static_cast<void*>(w.q + r * depth_padded), 0, depth_padded * sizeof(E));
-      std::memset(static_cast<void*>(w.grad_o + r * depth_v_padded), 0, depth_v_padded * sizeof(E));
+      std::memset(static_cast<void*>(w.grad_out + r * depth_v_padded), 0, depth_v_padded * sizeof(E));
     }
     transpose(w.q, depth_padded, tile_queries, depth_padded, w.q_columns, tile_queries);
-    transpose(w.grad_o, depth_v_padded, tile_queries, depth_v_padded, w.grad_o_columns, tile_queries);
+    transpose(w.grad_out, depth_v_padded, tile_queries, depth_v_padded, w.grad_out_columns, tile_queries);
     pack_across(elements(w.q, depth_padded), 0, q.queries, p.head_dim, dim_padded, w.q_across);
-    pack_across(elements(w.grad_o, depth_v_padded), 0, q.queries, p.head_dim_v, dim_v_padded, w.grad_o_across);
+    pack_across(elements(w.grad_out, depth_v_padded), 0, q.queries, p.head_dim_v, dim_v_padded, w.grad_out_across);
     make_finite(w.q_across, ceil_div(q.queries, kDepth<E>) * dim_padded);
   }
 
@@ -223,7 +223,7 @@ template <class T> class Backward {
       decode_scores(q, w);
     else
       set_product(w.k, depth_padded, w.q_columns, q.keys, ceil_div(p.head_dim, kDepth<E>), w.s);
-    set_product(w.v, depth_v_padded, w.grad_o_columns, q.keys, ceil_div(p.head_dim_v, kDepth<E>), w.grad_p);
+    set_product(w.v, depth_v_padded, w.grad_out_columns, q.keys, ceil_div(p.head_dim_v, kDepth<E>), w.grad_p);
   }
 
   // The same scores, each summed in the order of the decode kernel, which computed lse. In another order a score of 100
@@ -255,7 +255,7 @@ template <class T> class Backward {
     }
   }
 
-  // The same for one panel, which begins at a column of the tile.
+  // The same for the panel of queries that begins at `column` of the tile.
   template <bool masked>
   HOT void weigh_panel(const Scores& score, int64_t column, KeyRange keys, const Workspace& w) const {
     const V scale(p.scale);
@@ -292,7 +292,7 @@ template <class T> class Backward {
   // dV += P^T dO and dK += dS^T Q
   void add_grad_keys(const QueryTile& q, const Workspace& w) const {
     const int64_t begin = q.keys.begin, depth = ceil_div(q.queries, kDepth<E>);
-    add_product(Left<E>{w.weights + begin * packed_queries, packed_queries, 1}, w.grad_o_across, dim_v_padded,
+    add_product(Left<E>{w.weights + begin * packed_queries, packed_queries, 1}, w.grad_out_across, dim_v_padded,
                 q.keys.count(), p.head_dim_v, depth, w.grad_v + begin * dim_v_padded);
     add_product(Left<E>{w.grad_s + begin * packed_queries, packed_queries, 1}, w.q_across, dim_padded, q.keys.count(),
                 p.head_dim, depth, w.grad_k + begin * dim_padded);
