@@ -138,6 +138,14 @@ def test_pages_that_the_window_has_passed_may_be_anything(rows, dtype, device):
     assert_same_bits(call(**inputs), expected)
 
 
+@pytest.mark.parametrize("rows", [1, 40], ids=["decode", "tiled"])
+def test_queries_far_beyond_the_keys_see_none(rows, dtype, device):
+    """The window has passed all keys, but not the tile that the last of them are in."""
+    case = pages("", 16, (300, 20), rows=rows, window=(5, 0), q_offset=310)
+    out, lse = call(**case.arguments(case.case.inputs(dtype, device)))
+    assert not out.any() and (lse == -torch.inf).all()
+
+
 @EACH
 def test_where_the_pages_lie_changes_no_bit(pages, dtype):
     """Page numbers, strides of the pool, type and strides of the table."""

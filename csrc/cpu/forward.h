@@ -79,9 +79,10 @@ template <class T> class Forward {
   void run_split(const Unit& u, int64_t split, const Workspace& w, const RowStates<A>& states) const {
     const Band& band = u.sequence.band;
     states.clear();
-    int64_t begin = max(split * split_size, band.first(u.i0) / tile_keys * tile_keys);
-    int64_t end = min((split + 1) * split_size, band.end(u.i0 + u.queries - 1));
-    if (begin >= end) return;
+    const int64_t first = max(split * split_size, band.first(u.i0));
+    const int64_t end = min((split + 1) * split_size, band.end(u.i0 + u.queries - 1));
+    if (first >= end) return;
+    const int64_t begin = first / tile_keys * tile_keys;
 
     // Q^T
     const int64_t rows = round_up(u.queries, panel);
