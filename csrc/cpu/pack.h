@@ -48,7 +48,12 @@ template <class T, class A> INLINE void widen(const T* from, int64_t dim_stride,
     if (dim_stride == 1)
       for (; d + lanes <= dims; d += lanes) store(load(from + d), to + d);
   }
-  for (; d < dims; d++) to[d] = A(to_float(from[d * dim_stride]));
+  for (; d < dims; d++) {
+    if constexpr (std::is_same_v<T, double> && std::is_same_v<A, float>)
+      to[d] = bias_of(from[d * dim_stride]);  // only masks have another type than the rows of query and key
+    else
+      to[d] = A(to_float(from[d * dim_stride]));
+  }
   for (; d < padded; d++) to[d] = A(0);
 }
 INLINE void widen(const bf16* from, int64_t dim_stride, int64_t dims, int64_t padded, bf16x2* to) {
