@@ -1,6 +1,8 @@
 """The interpreter itself: instructions against numbers that are computed here, and kernels with planted faults."""
 
+import functools
 import math
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -931,6 +933,39 @@ class TestFaults:
         assert y.equal(x.T)
         assert banks["st.shared"].conflicts == 0
         assert banks["ld.shared"].wavefronts == 32 * passes and banks["ld.shared"].ideal == 32
+
+
+# ------------------------------------------------------------------------------- correct kernels, and faulty neighbours
+
+compiled = functools.cache(lambda source: interpreter.compile(FIXTURES / source))
+
+
+def run_fixture(source, name, seed=0, blocks=1, threads=128, shared=8192, x=None, y=None, arguments=()):
+    x, y = torch.randn(512) if x is None else x, torch.empty(blocks * threads) if y is None else y
+    with interpreter.session(seed) as run:
+        run.input("x", x)
+        run.output("y", y)
+        compiled(source).launch(name, (blocks,), (threads,), [x, y, *arguments], shared)
+    return x, y
+
+
+def assert_fault(source, name, message, **options):
+    """The fault has this message, and is reported at a line marked with the name of the kernel."""
+    with pytest.raises(interpreter.Fault, match=f"(?s){message}") as caught:
+        run_fixture(source, name, **options)
+    lines = (FIXTURES / source).read_text().splitlines()
+    here = [n for n, line in enumerate(lines, 1) if re.search(rf"// fault:.*\b{name}\b", line)]
+    assert here and any(re.search(rf"source  \S*{source}:{n}\b", str(caught.value)) for n in here), caught.value
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+class TestAsyncCopies:
+    def test_groups_of_each_lane(self, seed):
+        x, y = run_fixture("async.cu", "each_lane_waits", seed)
+        assert y.equal(x[::4])
+
+    def test_lanes_that_do_not_wait(self, seed):
+        assert_fault("async.cu", "even_lanes_do_not_wait", "cp.async of warp . has not been waited for", seed=seed)
 
 
 @pytest.mark.parametrize(

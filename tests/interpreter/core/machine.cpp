@@ -55,8 +55,8 @@ void Block::start(uint64_t number) {
     warp.local.assign(size_t(kernel.local_bytes) * kLanes, 0xff);
     warp.clock = clock + 1;
     warp.seen.fill(clock);
-    warp.async_groups.clear();
-    warp.async_open.clear();
+    warp.async_copies.clear();
+    warp.async_groups.fill(0);
     for (const Constant& constant : kernel.constants) {
       for (int l = 0; l < kLanes; l++) {
         if (constant.wide)

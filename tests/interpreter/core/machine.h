@@ -33,8 +33,9 @@ struct alignas(128) Slot {
   uint32_t lane[kLanes];
 };
 
+// A cp.async under way. Groups are counted per lane.
 struct AsyncCopy {
-  uint32_t to;
+  uint32_t to, group;
   uint8_t size, lane;
   uint8_t bytes[16];
 };
@@ -57,8 +58,8 @@ struct Warp {
   uint32_t clock = 1;
   std::array<uint32_t, 32> seen{};
 
-  std::vector<std::vector<AsyncCopy>> async_groups;  // committed, in order
-  std::vector<AsyncCopy> async_open;
+  std::vector<AsyncCopy> async_copies;          // not waited for, in order
+  std::array<uint32_t, kLanes> async_groups{};  // committed so far by each lane
   uint64_t turns = 0;
 
   Path& path() { return paths[current]; }

@@ -214,6 +214,7 @@ const Table& table();
 void add_arithmetic(Table&);
 void add_conversions(Table&);
 void add_memory(Table&);
+void add_async(Table&);
 void add_warp(Table&);
 void add_matrix(Table&);
 

@@ -431,6 +431,7 @@ const Table& table() {
     add_arithmetic(t);
     add_conversions(t);
     add_memory(t);
+    add_async(t);
     add_warp(t);
     add_matrix(t);
     return t;
