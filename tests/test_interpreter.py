@@ -811,7 +811,7 @@ def test_conflicts_of_rows(row):
     """Eight rows of 16 bytes: at a stride of 128 bytes they are in the same banks, at 144 each in its own."""
     x, y = torch.zeros(32, dtype=torch.int32), torch.empty(32, 4, dtype=torch.int32)
     text = f"mov.u32 %r60, s; rem.u32 %r61, %r0, 8; mad.lo.u32 %r61, %r61, {row}, %r60;"
-    text += "mov.b32 %r62, 0; st.shared.v4.b32 [%r61], {%r62, %r62, %r62, %r62}; bar.warp.sync -1;"
+    text += "mov.b32 %r62, %r0; st.shared.v4.b32 [%r61], {%r62, %r62, %r62, %r62}; bar.warp.sync -1;"
     text += "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r50, %r51, %r52, %r53}, [%r61];"
     with pytest.raises(interpreter.Fault, match="another of its lanes"):  # several lanes write each row
         run_matrices(matrix_kernel(text, [1], 4, 2048), [x], y)
@@ -838,7 +838,7 @@ FAULTS = {
     "two_blocks_one_address": "another block of the same launch wrote the same address: y",
     "reads_of_another_block": "race on global memory.*reads what block|uninitialised global memory",
     "reads_unwritten_output": "read of uninitialised global memory: y",
-    "uninitialised_shared": "uninitialised shared memory",
+    "uninitialised_shared": "use of uninitialised shared memory",
     "uninitialised_register": "uninitialised register",
     "diverged_barrier": "lanes of a warp wait for each other|deadlock",
     "deadlock": "deadlock",
@@ -966,6 +966,49 @@ class TestAsyncCopies:
 
     def test_lanes_that_do_not_wait(self, seed):
         assert_fault("async.cu", "even_lanes_do_not_wait", "cp.async of warp . has not been waited for", seed=seed)
+
+
+class TestUninitialised:
+    def test_masked_rows(self):
+        x, y = run_fixture("uninitialised.cu", "multiplies_rows", threads=32, y=torch.empty(11, 8))
+        sums = x.half().float()[: 11 * 16].view(11, 16).sum(1, keepdim=True)
+        torch.testing.assert_close(y, sums.expand(11, 8))
+
+    def test_replaced_values(self):
+        x, y = run_fixture("uninitialised.cu", "replaces_values")
+        wanted = torch.where(torch.arange(128) < 100, 2 * x[:128] - 1, 0)
+        assert y.equal(wanted)
+
+    @pytest.mark.parametrize("name", ["stores_value", "passes_value_on", "branches_on_value", "indexes_with_value"])
+    def test_used_values(self, name):
+        message = r"use of uninitialised shared memory: .* was read at shared \+ \d+ bytes, by \S*uninitialised.cu:\d+"
+        assert_fault("uninitialised.cu", name, message)
+
+    def test_unmasked_row(self):
+        options = {"threads": 32, "y": torch.empty(12, 8)}
+        assert_fault("uninitialised.cu", "multiplies_too_many_rows", "use of uninitialised shared memory", **options)
+
+    def test_local_memory(self):
+        x, y = run_fixture("uninitialised.cu", "reads_local", arguments=[1])
+        torch.testing.assert_close(y, x[1:8].sum().expand(128))
+        assert_fault("uninitialised.cu", "reads_local", "use of uninitialised local memory", arguments=[2])
+
+    def test_padding_of_a_copy(self):
+        x, y = run_fixture("uninitialised.cu", "copies_padding", arguments=[1])
+        assert y.equal(x[:128])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+class TestRaces:
+    def test_same_values(self, seed):
+        x, y = run_fixture("races.cu", "same_values", seed)
+        assert y.equal(torch.cat([x[1:2], (x[0] + x[:4]).repeat_interleave(32)[1:]]))
+
+    @pytest.mark.parametrize(
+        "name, other", [("values_of_lanes", "another of its lanes"), ("values_of_warps", "warp .")]
+    )
+    def test_different_values(self, name, other, seed):
+        assert_fault("races.cu", name, f"race on shared memory: warp . writes what {other} wrote", seed=seed)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,12 @@
 namespace interpreter {
 namespace {
 
+template <size_t kBytes> bool all_known(const uint8_t* known) {
+  typename UnsignedOf<kBytes>::type bytes;
+  std::memcpy(&bytes, known, kBytes);
+  return bytes == typename UnsignedOf<kBytes>::type(~uint64_t(0));
+}
+
 // Where a generic address leads.
 Space space_of(Warp& w, uint64_t address) {
   Block& block = *w.block;
@@ -17,59 +23,75 @@ Space space_of(Warp& w, uint64_t address) {
   return Space::global;
 }
 
-// Checks what the lanes of a warp access, `bytes` each, and gives the memory that is there for each.
-void locate(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access access, uint8_t* (&memory)[kLanes]) {
+// Where the lanes of one access go, all of them to the same space.
+struct Places {
+  Space space;
+  uint64_t address[kLanes];  // in that space
+  uint8_t* data[kLanes];
+  uint8_t* known[kLanes];  // 0xff for each initialised byte; only of shared and local memory
+
+  bool has_known() const { return space == Space::shared || space == Space::local; }
+};
+
+// Local memory and parameters; the lanes before `lane` are not looked at again.
+void locate_private(Warp& w, Places& p, int lane, uint32_t bytes, Access access) {
+  const std::vector<uint8_t>& params = w.block->launch.config.params;
+  const uint64_t local_bytes = w.block->kernel.local_bytes, address = p.address[lane];
+  const bool local = p.space == Space::local;
+  if (address + bytes > (local ? local_bytes : params.size()))
+    fault(lane, "out of bounds of ", local ? "local memory" : "parameters");
+  if (address % bytes) fault(lane, "misaligned access of ", bytes, " bytes");
+  if (!local && writes(access)) fault(lane, "write to a parameter");
+  p.data[lane] = local ? &w.local[lane * local_bytes + address] : const_cast<uint8_t*>(&params[address]);
+  if (local) p.known[lane] = &w.local_known[lane * local_bytes + address];
+}
+
+// Finds where the lanes of a warp access `bytes` each, and counts the access.
+void locate(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access access, Places& p) {
   Block& block = *w.block;
-  uint64_t addresses[kLanes];
-  w.addresses(i, lanes, addresses);
-  Space space = i.space;
-  const int first = std::countr_zero(lanes);
-  if (space == Space::generic) {
-    space = space_of(w, addresses[first]);
+  w.addresses(i, lanes, p.address);
+  p.space = i.space;
+  if (p.space == Space::generic) {
+    p.space = space_of(w, p.address[std::countr_zero(lanes)]);
     for (Mask rest = lanes; rest; rest &= rest - 1)
-      if (space_of(w, addresses[std::countr_zero(rest)]) != space)
+      if (space_of(w, p.address[std::countr_zero(rest)]) != p.space)
         fault(std::countr_zero(rest), "lanes of one access go to different spaces");
-    if (space == Space::shared)
-      for (int l = 0; l < kLanes; l++) addresses[l] -= reinterpret_cast<uint64_t>(block.shared.data());
-    if (space == Space::param)
-      for (int l = 0; l < kLanes; l++) addresses[l] -= reinterpret_cast<uint64_t>(block.launch.config.params.data());
-    if (space == Space::local)
-      for (int l = 0; l < kLanes; l++)
-        addresses[l] -= reinterpret_cast<uint64_t>(w.local.data()) + l * block.kernel.local_bytes;
+    for (int l = 0; l < kLanes; l++) p.address[l] -= window(w, p.space, l);
   }
-  if (space == Space::global) {
-    block.launch.memory.count(addresses, lanes, bytes, access);
-    for (Mask rest = lanes; rest; rest &= rest - 1) {
-      const int l = std::countr_zero(rest);
-      block.launch.memory.check(l, block.linear, addresses[l], bytes, access);
-      memory[l] = reinterpret_cast<uint8_t*>(addresses[l]);
+  if (p.space == Space::global) {
+    block.launch.memory.count(p.address, lanes, bytes, access);
+    for (int l = 0; l < kLanes; l++) p.data[l] = reinterpret_cast<uint8_t*>(p.address[l]);
+  } else if (p.space == Space::shared) {
+    count_banks(block.launch.banks(i), p.address, lanes, bytes);
+    for (int l = 0; l < kLanes; l++) {
+      p.data[l] = block.shared.data() + p.address[l];
+      p.known[l] = block.shared.known() + p.address[l];
     }
+  } else {
+    for (Mask rest = lanes; rest; rest &= rest - 1) locate_private(w, p, std::countr_zero(rest), bytes, access);
+  }
+}
+
+// value: what a plain store writes.
+void check(Warp& w, const Places& p, int lane, uint32_t bytes, Access access, const void* value = nullptr) {
+  Block& block = *w.block;
+  if (p.space == Space::global) block.launch.memory.check(lane, block.linear, p.address[lane], bytes, access);
+  if (p.space == Space::shared) block.shared.check(w, lane, p.address[lane], bytes, access, value);
+}
+
+void check_reads(Warp& w, const Places& p, Mask lanes, uint32_t bytes, Access access) {
+  if (p.space != Space::shared) {
+    for (Mask rest = lanes; rest; rest &= rest - 1) check(w, p, std::countr_zero(rest), bytes, access);
     return;
   }
-  if (space == Space::shared) {
-    count_banks(block.launch.banks(i), addresses, lanes, bytes);
-    for (Mask rest = lanes; rest;) {
-      // Lanes that read one address are often neighbours.
-      const int l = std::countr_zero(rest);
-      Mask same = Mask(1) << l;
-      for (int n = l + 1; access == Access::read && n < kLanes && (rest >> n & 1) && addresses[n] == addresses[l]; n++)
-        same |= Mask(1) << n;
-      block.shared.check(w, l, addresses[l], bytes, access, (same & (same - 1)) != 0);
-      rest &= ~same;
-    }
-    for (int l = 0; l < kLanes; l++) memory[l] = block.shared.data() + addresses[l];
-    return;
-  }
-  const std::vector<uint8_t>& params = block.launch.config.params;
-  const uint64_t size = space == Space::local ? block.kernel.local_bytes : params.size();
-  for (Mask rest = lanes; rest; rest &= rest - 1) {
+  for (Mask rest = lanes; rest;) {
+    // Neighbouring lanes often read one address.
     const int l = std::countr_zero(rest);
-    if (addresses[l] + bytes > size)
-      fault(l, "out of bounds of ", space == Space::local ? "local memory" : "parameters");
-    if (addresses[l] % bytes) fault(l, "misaligned access of ", bytes, " bytes");
-    if (space == Space::param && writes(access)) fault(l, "write to a parameter");
-    memory[l] = space == Space::local ? w.local.data() + l * uint64_t(block.kernel.local_bytes) + addresses[l]
-                                      : const_cast<uint8_t*>(params.data()) + addresses[l];
+    Mask same = Mask(1) << l;
+    for (int n = l + 1; access == Access::read && n < kLanes && (rest >> n & 1) && p.address[n] == p.address[l]; n++)
+      same |= Mask(1) << n;
+    w.block->shared.check(w, l, p.address[l], bytes, access, nullptr, (same & (same - 1)) != 0);
+    rest &= ~same;
   }
 }
 
@@ -88,40 +110,55 @@ template <class T> Flow load_param(Warp& w, const Instruction& i, Mask lanes) {
   return Flow::next;
 }
 
+// Lanes of a register were read, `offset` bytes into what they access, from memory that is not all initialised.
+void note_origin(Warp& w, uint32_t slot, Mask lanes, const Places& p, uint32_t offset, uint32_t bytes) {
+  Origin& origin = w.note_origin(slot, lanes, p.space, p.address[std::countr_zero(lanes)] + offset);
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int l = std::countr_zero(rest);
+    for (uint32_t b = 0; b < bytes; b++) origin.known[l] |= uint8_t(p.known[l][offset + b] & 1) << b;
+  }
+}
+
 // C: the cell it goes to. Signed numbers fill that, or the 16 bits that are used of it (i.option).
 template <class T, class C> Flow load(Warp& w, const Instruction& i, Mask lanes) {
-  uint8_t* memory[kLanes];
-  locate(w, i, lanes, sizeof(T) * i.count, i.atomic ? Access::observe : Access::read, memory);
+  Places p;
+  const Access access = i.atomic ? Access::observe : Access::read;
+  locate(w, i, lanes, sizeof(T) * i.count, access, p);
+  check_reads(w, p, lanes, sizeof(T) * i.count, access);
   for (int e = 0; e < i.count; e++) {
     C* to = w.cells<C>(i.dst[e]);
+    Mask known = kAllLanes;
     for (Mask rest = lanes; rest; rest &= rest - 1) {
       const int l = std::countr_zero(rest);
       T x;
-      std::memcpy(&x, memory[l] + e * sizeof(T), sizeof(T));
+      std::memcpy(&x, p.data[l] + e * sizeof(T), sizeof(T));
       to[l] = C(x);
       if (std::is_signed_v<T> && i.option) to[l] &= 0xffff;
+      if (p.has_known() && !all_known<sizeof(T)>(p.known[l] + e * sizeof(T))) known &= ~(Mask(1) << l);
     }
-    w.define(i.dst[e], lanes, kAllLanes);
+    w.define(i.dst[e], lanes, known);
+    if (lanes & ~known) note_origin(w, i.dst[e], lanes & ~known, p, e * sizeof(T), sizeof(T));
   }
   return Flow::next;
 }
 
 template <class T, class C> Flow store(Warp& w, const Instruction& i, Mask lanes) {
-  if (i.space != Space::local)
+  Places p;
+  const Access access = i.atomic ? Access::publish : Access::write;
+  locate(w, i, lanes, sizeof(T) * i.count, access, p);
+  if (!p.has_known())
     for (int e = 0; e < i.count; e++) w.need(i.src[1 + e], lanes, "a value to store");
-  uint8_t* memory[kLanes];
-  locate(w, i, lanes, sizeof(T) * i.count, i.atomic ? Access::publish : Access::write, memory);
   for (Mask rest = lanes; rest; rest &= rest - 1) {
     const int l = std::countr_zero(rest);
-    for (int e = 0; e < i.count; e++) {
-      const T x = T(w.cells<C>(i.src[1 + e])[l]);
-      std::memcpy(memory[l] + e * sizeof(T), &x, sizeof(T));
-    }
+    T values[4];
+    for (int e = 0; e < i.count; e++) values[e] = T(w.cells<C>(i.src[1 + e])[l]);
+    check(w, p, l, sizeof(T) * i.count, access, i.atomic ? nullptr : values);
+    std::memcpy(p.data[l], values, sizeof(T) * i.count);
+    if (!p.has_known()) continue;
+    for (int e = 0; e < i.count; e++) w.known_bytes(i.src[1 + e], l, sizeof(T), p.known[l] + e * sizeof(T));
   }
   return Flow::next;
 }
-
-const char* kSpaces[] = {"generic", "global", "shared", "param", "local"};
 
 Space take_space(Decoding& d) {
   switch (
@@ -260,18 +297,21 @@ template <class T> T combined(int operation, T old, T x, T y) {
 
 template <class T> Flow update(Warp& w, const Instruction& i, Mask lanes) {
   for (int s = 1; s < i.srcs; s++) w.need(i.src[s], lanes, "an operand of an atomic operation");
-  uint8_t* memory[kLanes];
-  locate(w, i, lanes, sizeof(T) * i.count, Access::update, memory);
+  Places p;
+  locate(w, i, lanes, sizeof(T) * i.count, Access::update, p);
   const bool swaps = i.option == compare_and_swap;
   for (Mask rest = lanes; rest; rest &= rest - 1) {
     const int l = std::countr_zero(rest);
+    check(w, p, l, sizeof(T) * i.count, Access::update);
     for (int e = 0; e < i.count; e++) {
+      if (p.has_known() && !all_known<sizeof(T)>(p.known[l] + e * sizeof(T)))
+        fault(l, "an atomic operation on uninitialised ", kSpaces[int(p.space)], " memory");
       T old;
-      std::memcpy(&old, memory[l] + e * sizeof(T), sizeof(T));
+      std::memcpy(&old, p.data[l] + e * sizeof(T), sizeof(T));
       const T x = from_cell<T>(w.cells<T>(i.src[1 + e])[l]);
       const T y = swaps ? from_cell<T>(w.cells<T>(i.src[2])[l]) : x;
       const T result = combined(i.option, old, x, y);
-      std::memcpy(memory[l] + e * sizeof(T), &result, sizeof(T));
+      std::memcpy(p.data[l] + e * sizeof(T), &result, sizeof(T));
       if (i.dsts) w.cells<T>(i.dst[e])[l] = to_cell<T>(old);
     }
   }

@@ -291,13 +291,24 @@ struct Not {
   template <class T> T operator()(T a) const { return T(~a); }
 };
 
+// The lanes in which the value of `a and b`, or of `a or b`, is known: one of the two may decide it alone.
+Mask known_of_two(bool is_or, Mask a, Mask b, Mask known_a, Mask known_b) {
+  return is_or ? (known_a & known_b) | (known_a & a) | (known_b & b)
+               : (known_a & known_b) | (known_a & ~a) | (known_b & ~b);
+}
+
 template <class F> Flow on_predicates(Warp& w, const Instruction& i, Mask lanes) {
-  Mask value;
-  if constexpr (std::is_same_v<F, Not>)
-    value = ~w.predicate(i.src[0]);
-  else
-    value = F()(w.predicate(i.src[0]), w.predicate(i.src[1]));
-  w.set_predicate(i.dst[0], value, lanes, w.known(i));
+  Mask value, known = w.known(i);
+  const Mask a = w.predicate(i.src[0]);
+  if constexpr (std::is_same_v<F, Not>) {
+    value = ~a;
+  } else {
+    const Mask b = w.predicate(i.src[1]);
+    value = F()(a, b);
+    if (!std::is_same_v<F, Xor>)
+      known = known_of_two(std::is_same_v<F, Or>, a, b, w.defined[i.src[0]], w.defined[i.src[1]]);
+  }
+  w.set_predicate(i.dst[0], value, lanes, known);
   return Flow::next;
 }
 
@@ -570,15 +581,19 @@ template <class T, class F> Mask compare_lanes(Warp& w, const Instruction& i) {
 
 // option: how a third predicate is combined, if there is one. 0 not, 1 and, 2 or, 3 xor.
 template <class T, class F> Flow set_predicate(Warp& w, const Instruction& i, Mask lanes) {
-  Mask p = compare_lanes<T, F>(w, i), q = ~p;
+  Mask p = compare_lanes<T, F>(w, i), q = ~p, known_p = w.known(i), known_q = known_p;
   if (i.option) {
     const Mask c = i.negated ? ~w.predicate(i.src[2]) : w.predicate(i.src[2]);
+    if (i.option < 3) {
+      const Mask compared = w.defined[i.src[0]] & w.defined[i.src[1]], known_c = w.defined[i.src[2]];
+      known_p = known_of_two(i.option == 2, p, c, compared, known_c);
+      known_q = known_of_two(i.option == 2, q, c, compared, known_c);
+    }
     p = i.option == 1 ? p & c : i.option == 2 ? p | c : p ^ c;
     q = i.option == 1 ? q & c : i.option == 2 ? q | c : q ^ c;
   }
-  const Mask known = w.known(i);
-  w.set_predicate(i.dst[0], p, lanes, known);
-  if (i.dsts > 1) w.set_predicate(i.dst[1], q, lanes, known);
+  w.set_predicate(i.dst[0], p, lanes, known_p);
+  if (i.dsts > 1) w.set_predicate(i.dst[1], q, lanes, known_q);
   return Flow::next;
 }
 

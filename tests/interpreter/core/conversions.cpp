@@ -241,16 +241,7 @@ void cvt(Decoding& d) {
 // ------------------------------------------------------------------------------------------------ kinds of addresses
 
 // The generic address of a place in shared memory, in the parameters or in a lane's own memory is where the
-// interpreter keeps it. wide, negated: whether it is a generic address that is converted.
-uint64_t window(Warp& w, Space space, int lane) {
-  switch (space) {
-    case Space::shared: return reinterpret_cast<uint64_t>(w.block->shared.data());
-    case Space::param: return reinterpret_cast<uint64_t>(w.block->launch.config.params.data());
-    case Space::local: return reinterpret_cast<uint64_t>(w.local.data()) + lane * w.block->kernel.local_bytes;
-    default: return 0;
-  }
-}
-
+// interpreter keeps it. negated: it is a generic address that is converted.
 Flow convert_address(Warp& w, const Instruction& i, Mask lanes) {
   const uint64_t* from = w.cells<uint64_t>(i.src[0]);
   uint64_t out[kLanes];

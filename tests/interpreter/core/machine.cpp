@@ -11,7 +11,49 @@
 namespace interpreter {
 
 void Warp::need(uint32_t slot, Mask lanes, const char* what) {
-  if (const Mask missing = lanes & ~defined[slot]) fault(std::countr_zero(missing), "uninitialised register: ", what);
+  const Mask missing = lanes & ~defined[slot];
+  if (!missing) return;
+  const int lane = std::countr_zero(missing);
+  const auto found = origins.find(slot);
+  if (found == origins.end() || !(found->second.lanes >> lane & 1)) fault(lane, "uninitialised register: ", what);
+  const Origin& origin = found->second;
+  fault(lane, "use of uninitialised ", kSpaces[int(origin.space)], " memory: ", what, " was read at ",
+        kSpaces[int(origin.space)], " + ", origin.address, " bytes, by ", block->launch.source(origin.pc));
+}
+
+Origin& Warp::note_origin(uint32_t slot, Mask lanes, Space space, uint64_t address) {
+  return origins[slot] = {lanes, space, block->launch.pc, address};
+}
+
+void Warp::inherit_origin(uint32_t slot, Mask lanes) {
+  const Instruction& i = block->kernel.code[block->launch.pc];
+  for (int s = 0; s < i.srcs; s++) {
+    const auto found = origins.find(i.src[s]);
+    if (found == origins.end() || !(lanes & found->second.lanes & ~defined[i.src[s]])) continue;
+    Origin origin = found->second;
+    std::fill_n(origin.known, kLanes, 0);
+    origins[slot] = origin;
+    return;
+  }
+  origins.erase(slot);
+}
+
+void Warp::known_bytes(uint32_t slot, int lane, uint32_t bytes, uint8_t* known) const {
+  const bool all = defined[slot] >> lane & 1;
+  std::memset(known, all ? 0xff : 0, bytes);
+  if (all) return;
+  const auto origin = origins.find(slot);
+  if (origin == origins.end() || !(origin->second.lanes >> lane & 1)) return;
+  for (uint32_t b = 0; b < bytes; b++) known[b] = origin->second.known[lane] >> b & 1 ? 0xff : 0;
+}
+
+uint64_t window(const Warp& w, Space space, int lane) {
+  switch (space) {
+    case Space::shared: return reinterpret_cast<uint64_t>(w.block->shared.data());
+    case Space::param: return reinterpret_cast<uint64_t>(w.block->launch.config.params.data());
+    case Space::local: return reinterpret_cast<uint64_t>(w.local.data()) + lane * uint64_t(w.block->kernel.local_bytes);
+    default: return 0;
+  }
 }
 
 void Warp::addresses(const Instruction& i, Mask lanes, uint64_t* to, size_t source) {
@@ -52,7 +94,9 @@ void Block::start(uint64_t number) {
     warp.current = 0;
     warp.registers.resize(kernel.slots + 2);
     warp.defined.assign(kernel.slots + 2, 0);
+    warp.origins.clear();
     warp.local.assign(size_t(kernel.local_bytes) * kLanes, 0xff);
+    warp.local_known.assign(warp.local.size(), 0);
     warp.clock = clock + 1;
     warp.seen.fill(clock);
     warp.async_copies.clear();
@@ -293,8 +337,7 @@ void Block::stuck() {
     for (const Path& path : warp.paths) {
       const Statement& s = kernel.statements[kernel.code[path.pc].statement];
       what += "\n  warp " + std::to_string(warp.id) + (path.waiting == Path::for_lanes ? ", some lanes," : "") +
-              " waits at PTX line " + std::to_string(s.line) + ", " + kernel.module->files.at(s.location.file) + ":" +
-              std::to_string(s.location.line) + ": " + s.text;
+              " waits at PTX line " + std::to_string(s.line) + ", " + launch.source(path.pc) + ": " + s.text;
       launch.warp = &warp;
       launch.pc = path.pc;
     }
@@ -402,18 +445,24 @@ std::string demangled(const std::string& name) {
   return readable;
 }
 
+static std::string file(const Module& module, uint32_t number) {
+  const auto found = module.files.find(number);
+  return found == module.files.end() ? "?" : found->second;
+}
+
+std::string Launch::source(uint32_t pc) const {
+  const Location& at = kernel.statements[kernel.code[pc].statement].location;
+  return file(*kernel.module, at.file) + ":" + std::to_string(at.line);
+}
+
 std::string Launch::report(const Fault& error) const {
   std::ostringstream text;
   text << error.what() << "\n  kernel  " << demangled(kernel.name);
   if (warp && pc < kernel.code.size()) {
     const Statement& s = kernel.statements[kernel.code[pc].statement];
-    const auto file = [&](uint32_t number) {
-      const auto found = kernel.module->files.find(number);
-      return found == kernel.module->files.end() ? std::string("?") : found->second;
-    };
-    text << "\n  source  " << file(s.location.file) << ":" << s.location.line;
+    text << "\n  source  " << source(pc);
     if (s.location.inlined_line)
-      text << ", inlined at " << file(s.location.inlined_file) << ":" << s.location.inlined_line;
+      text << ", inlined at " << file(*kernel.module, s.location.inlined_file) << ":" << s.location.inlined_line;
     text << "\n  PTX     line " << s.line << ": " << s.text;
     if (!s.problem.empty()) text << " (" << s.problem << ")";
     const Dim &b = warp->block->index, &size = config.block;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "fault.h"
@@ -40,6 +41,15 @@ struct AsyncCopy {
   uint8_t bytes[16];
 };
 
+// Uninitialised memory that lanes of a register come from.
+struct Origin {
+  Mask lanes;
+  Space space;
+  uint32_t pc;                 // of the instruction that read it
+  uint64_t address;            // of the first lane
+  uint8_t known[kLanes] = {};  // a bit for each byte of the register that is initialised all the same
+};
+
 class Block;
 
 struct Warp {
@@ -50,8 +60,9 @@ struct Warp {
   size_t current = 0;  // of paths
 
   std::vector<Slot> registers;
-  std::vector<Mask> defined;  // of each register, the lanes in which it has a value
-  std::vector<uint8_t> local;
+  std::vector<Mask> defined;                     // of each register, the lanes in which it has a value
+  std::unordered_map<uint32_t, Origin> origins;  // of registers
+  std::vector<uint8_t> local, local_known;       // known: 0xff for each initialised byte
 
   // Races: this warp's clock, and what it has seen of each warp's. Of its own it has seen what its lanes did before
   // they last synchronised.
@@ -73,7 +84,18 @@ struct Warp {
     for (int s = 0; s < i.srcs; s++) all &= defined[i.src[s]];
     return all;
   }
-  void define(uint32_t slot, Mask lanes, Mask known) { defined[slot] = (defined[slot] & ~lanes) | (known & lanes); }
+  void define(uint32_t slot, Mask lanes, Mask known) {
+    defined[slot] = (defined[slot] & ~lanes) | (known & lanes);
+    if (lanes & ~known) [[unlikely]]
+      inherit_origin(slot, lanes & ~known);
+  }
+  // Lanes of a register come from uninitialised memory, which this instruction reads.
+  Origin& note_origin(uint32_t slot, Mask lanes, Space space, uint64_t address);
+  // They come from a source of this instruction that has no value.
+  void inherit_origin(uint32_t slot, Mask lanes);
+  // Which bytes of a lane of a register have a value.
+  void known_bytes(uint32_t slot, int lane, uint32_t bytes, uint8_t* known) const;
+  // A value is used: it must be there.
   void need(uint32_t slot, Mask lanes, const char* what);
   void set_predicate(uint32_t slot, Mask value, Mask lanes, Mask known) {
     predicate(slot) = (predicate(slot) & ~lanes) | (value & lanes);
@@ -162,10 +184,15 @@ class Launch {
 
   BankConflicts& banks(const Instruction& i);
   std::string report(const Fault& fault) const;
+  // The line of CUDA that an instruction comes from.
+  std::string source(uint32_t pc) const;
 
  private:
   std::vector<BankConflicts> banks_;  // by kind
 };
+
+// The generic address of what is at 0 in a space.
+uint64_t window(const Warp& w, Space space, int lane);
 
 std::string demangled(const std::string& name);
 

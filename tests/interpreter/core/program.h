@@ -26,6 +26,7 @@ enum class Flow : uint8_t { next, jump, wait };
 using Handler = Flow (*)(Warp&, const Instruction&, Mask);
 
 enum class Space : uint8_t { generic, global, shared, param, local };
+constexpr const char* kSpaces[] = {"generic", "global", "shared", "param", "local"};
 // Which lanes must execute an instruction together.
 enum class Together : uint8_t { no, members, live };
 

@@ -28,10 +28,13 @@ class SharedMemory {
   void begin_block();
 
   uint8_t* data() { return bytes_.data() + shift_; }
+  uint8_t* known() { return known_.data(); }  // 0xff for each initialised byte
   uint32_t size() const { return size_; }
 
-  // An access by a lane; several: by others of the warp too, as with ldmatrix.
-  void check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access, bool several = false);
+  // An access by a lane. value: what a plain store is about to write; another thread may write the same value.
+  // several: other lanes of the warp take part, as in ldmatrix.
+  void check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access, const void* value = nullptr,
+             bool several = false);
   // An asynchronous copy is under way to there, and has arrived.
   void begin_async(Warp& warp, int lane, uint64_t address, uint32_t size);
   void end_async(Warp& warp, int lane, uint32_t address, uint32_t size);
@@ -50,16 +53,18 @@ class SharedMemory {
 
   Cell& cell(uint32_t index) { return *reinterpret_cast<Cell*>(&cells_[size_t(index) * stride_]); }
   template <uint32_t kSize>
-  void check_sized(Warp& warp, int lane, uint32_t address, Access access, bool several);
+  void check_sized(Warp& warp, int lane, uint32_t address, Access access, const void* value, bool several);
   template <class Visit> void for_cells(uint32_t address, uint32_t size, bool joins, Visit&& visit);
-  void check_cell(Warp& warp, int lane, uint32_t cell, Access access, bool several);
+  template <class Same>
+  void check_cell(Warp& warp, int lane, uint32_t cell, Access access, bool several, Same&& same);
+  bool same_value(uint32_t cell, uint32_t address, uint32_t size, const void* value);
   void after_write(const Warp& warp, int lane, uint32_t cell, bool write, bool several);
   [[noreturn]] void after_reads(const Warp& warp, int lane, uint32_t cell);
   [[noreturn]] void race(const Warp& warp, int lane, uint32_t cell, const std::string& what) const;
 
   std::vector<uint8_t> bytes_;
   uint32_t shift_ = 0, size_ = 0, warps_ = 1, cell_ = 4, cell_shift_ = 2, per_segment_ = 4, stride_ = 6;
-  std::vector<uint8_t> written_;
+  std::vector<uint8_t> known_;
   // Most accesses are of 16 bytes: where all are, only the first cell of the 16 bytes is kept.
   std::vector<uint8_t> divided_;
   std::vector<uint32_t> cells_;  // each a Cell and its reads, of stride_
