@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 
@@ -949,13 +950,20 @@ def run_fixture(source, name, seed=0, blocks=1, threads=128, shared=8192, x=None
     return x, y
 
 
-def assert_fault(source, name, message, **options):
-    """The fault has this message, and is reported at a line marked with the name of the kernel."""
+@contextmanager
+def faulty(source, name, message):
+    """A fault with this message, at a line that is marked with the name of the kernel."""
     with pytest.raises(interpreter.Fault, match=f"(?s){message}") as caught:
-        run_fixture(source, name, **options)
+        yield
     lines = (FIXTURES / source).read_text().splitlines()
     here = [n for n, line in enumerate(lines, 1) if re.search(rf"// fault:.*\b{name}\b", line)]
-    assert here and any(re.search(rf"source  \S*{source}:{n}\b", str(caught.value)) for n in here), caught.value
+    places = re.search(r"\n  source  (.*)", str(caught.value))[1]  # of a line, and where its function was inlined
+    assert any(re.search(rf"{source}:{n}\b", places) for n in here), caught.value
+
+
+def assert_fault(source, name, message, **options):
+    with faulty(source, name, message):
+        run_fixture(source, name, **options)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -1009,6 +1017,92 @@ class TestRaces:
     )
     def test_different_values(self, name, other, seed):
         assert_fault("races.cu", name, f"race on shared memory: warp . writes what {other} wrote", seed=seed)
+
+    def test_values_in_global_memory(self, seed):
+        x, y = run_fixture("races.cu", "takes_turns", seed)
+        first, *others = x[:128].view(4, 32)
+        for row in others:
+            first = row + first.roll(-1)
+        assert y.equal(first.repeat(4))
+        message = "race on global memory: this lane writes what lane .* of its warp wrote, without __syncwarp"
+        assert_fault("races.cu", "lanes_to_global", message, seed=seed)
+        message = "race on global memory: warp . {} what warp . {}"
+        assert_fault("races.cu", "warps_to_global", message.format("writes", "wrote, without a barrier"), seed=seed)
+        assert_fault("races.cu", "reads_from_global", message.format("reads", "wrote, without a barrier"), seed=seed)
+
+    def test_ends_of_a_copy(self, seed):
+        x, y = run_fixture("races.cu", "source_kept", seed, y=torch.empty(512))
+        x.view(-1, 4)[:, 0] += 1
+        assert y.equal(x)
+        message = "race on global memory: a write to the source of a cp.async of warp . that has not been waited for: y"
+        assert_fault("races.cu", "source_overwritten", message, seed=seed, y=torch.empty(512))
+        message = "writes where a cp.async of warp . has not been waited for"
+        assert_fault("races.cu", "destination_overwritten", message, seed=seed)
+
+
+class TestBlocks:
+    BLOCKS, THREADS = 7, 64
+
+    @pytest.fixture(params=SEEDS)
+    def run(self, request):
+        def run(name, *, cooperative=False):
+            x = torch.randn(self.BLOCKS * self.THREADS)
+            y, flags = torch.empty_like(x), torch.zeros(self.BLOCKS + 1, dtype=torch.int32)
+            with interpreter.session(request.param, max_instructions=10_000_000) as run:
+                run.input("x", x)
+                run.memory("y", y)
+                run.memory("flags", flags)
+                launch = compiled("blocks.cu").launch
+                launch(name, (self.BLOCKS,), (self.THREADS,), [x, y, flags], cooperative=cooperative)
+            return x.view(self.BLOCKS, self.THREADS), y
+
+        return run
+
+    def test_last_block(self, run):
+        x, y = run("last_block")
+        torch.testing.assert_close(y[: self.BLOCKS + 1], torch.cat([x.sum().view(1), x.sum(1)]))
+        message = "race on global memory: this block reads what block . of the same launch wrote: y"
+        with faulty("blocks.cu", "last_block_without_fence", message):
+            run("last_block_without_fence")
+
+    def test_fences_before_a_barrier(self, run):
+        x, y = run("fenced_by_all_threads")
+        assert y.equal(x.flatten() + 1)
+
+    def test_chained_blocks(self, run):
+        x, y = run("chained_sums_released")
+        torch.testing.assert_close(y[: self.BLOCKS], x.sum(1).cumsum(0))
+        message = "race on global memory: this block reads what block . of the same launch wrote: y"
+        with faulty("blocks.cu", "chained_sums_relaxed", message):
+            run("chained_sums_relaxed")
+
+    def test_barrier_of_the_grid(self, run):
+        x, y = run("grid_barrier", cooperative=True)
+        assert y.equal(x.roll(-3, 0).flatten())
+
+    def test_no_end(self, run):
+        message = r"no end: every thread .* waits for what none writes:.*block ., warp .*reads flags \+ \d+ bytes"
+        with faulty("blocks.cu", "waits_for_nobody", message):
+            run("waits_for_nobody")
+
+
+@pytest.mark.parametrize("gap", [0, 1, 16])
+def test_neighbouring_tensors(gap):
+    """x, z and y are parts of one allocation; what lies behind x and a gap is z."""
+    whole = torch.randn(300 + 2 * gap)
+    x, z, y = (whole[begin : begin + 100] for begin in (0, 100 + gap, 200 + 2 * gap))
+
+    def run(elements):
+        with interpreter.session() as run:
+            run.input("x", x)
+            run.input("z", z)
+            run.output("y", y)
+            compiled("bounds.cu").launch("within", (1,), (32,), [x, y, elements])
+
+    run(100)
+    assert y.equal(x)
+    with faulty("bounds.cu", "within", "global read of 4 bytes out of bounds at .* after the end of x"):
+        run(101 + gap)
 
 
 @pytest.mark.parametrize(

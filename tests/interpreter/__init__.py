@@ -121,6 +121,10 @@ class Run:
         build.core().declare_output(name, *_place(x))
         self._outputs[name] = x
 
+    def memory(self, name: str, x: Tensor) -> None:
+        """To be read and written."""
+        build.core().declare_memory(name, *_place(x))
+
     def check_written(self, outputs: dict[str, Tensor]) -> None:
         for name, x in outputs.items():
             index = build.core().unwritten(*_place(x))
@@ -214,12 +218,13 @@ class Module:
         block: Sequence[int] = (32,),
         arguments: Sequence[Tensor | int | float | bytes] = (),
         shared: int = 0,
+        cooperative: bool = False,
     ) -> None:
-        """kernel: its name, or a part of it that no other has."""
+        """kernel: its name, or a part of it that no other has. cooperative: all blocks run at the same time."""
         names = [name for name in self.kernels if name == kernel] or [name for name in self.kernels if kernel in name]
         if len(names) != 1:
             raise ValueError(f"kernel: {kernel!r} is in {len(names)} of {self.kernels}, wanted 1")
-        self._module.launch(names[0], list(grid), list(block), shared, [_bytes(x) for x in arguments])
+        self._module.launch(names[0], list(grid), list(block), shared, [_bytes(x) for x in arguments], cooperative)
 
 
 def _bytes(x: Tensor | int | float | bytes) -> bytes:

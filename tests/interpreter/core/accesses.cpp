@@ -60,7 +60,7 @@ void locate(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access ac
   }
   if (p.space == Space::global) {
     block.launch.memory.count(p.address, lanes, bytes, access);
-    for (int l = 0; l < kLanes; l++) p.data[l] = reinterpret_cast<uint8_t*>(p.address[l]);
+    for (int l = 0; l < kLanes; l++) p.data[l] = reinterpret_cast<uint8_t*>(GlobalMemory::untagged(p.address[l]));
   } else if (p.space == Space::shared) {
     count_banks(block.launch.banks(i), p.address, lanes, bytes);
     for (int l = 0; l < kLanes; l++) {
@@ -75,7 +75,7 @@ void locate(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access ac
 // value: what a plain store writes.
 void check(Warp& w, const Places& p, int lane, uint32_t bytes, Access access, const void* value = nullptr) {
   Block& block = *w.block;
-  if (p.space == Space::global) block.launch.memory.check(lane, block.linear, p.address[lane], bytes, access);
+  if (p.space == Space::global) block.launch.memory.check(w, lane, p.address[lane], bytes, access, value);
   if (p.space == Space::shared) block.shared.check(w, lane, p.address[lane], bytes, access, value);
 }
 
@@ -110,6 +110,18 @@ template <class T> Flow load_param(Warp& w, const Instruction& i, Mask lanes) {
   return Flow::next;
 }
 
+// Lanes have read what others may write: they see what those released, or poll again.
+void acquire(Warp& w, const Places& p, Mask lanes, uint32_t bytes) {
+  uint64_t hash = lanes;
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int l = std::countr_zero(rest);
+    w.block->launch.acquire(w, p.data[l]);
+    for (uint32_t b = 0; b < bytes; b++) hash = (hash ^ p.data[l][b]) * 0x100000001b3;
+    hash = (hash ^ p.address[l]) * 0x9e3779b97f4a7c15;
+  }
+  w.poll(p.data[std::countr_zero(lanes)], bytes, hash);
+}
+
 // Lanes of a register were read, `offset` bytes into what they access, from memory that is not all initialised.
 void note_origin(Warp& w, uint32_t slot, Mask lanes, const Places& p, uint32_t offset, uint32_t bytes) {
   Origin& origin = w.note_origin(slot, lanes, p.space, p.address[std::countr_zero(lanes)] + offset);
@@ -125,6 +137,7 @@ template <class T, class C> Flow load(Warp& w, const Instruction& i, Mask lanes)
   const Access access = i.atomic ? Access::observe : Access::read;
   locate(w, i, lanes, sizeof(T) * i.count, access, p);
   check_reads(w, p, lanes, sizeof(T) * i.count, access);
+  if (i.atomic) acquire(w, p, lanes, sizeof(T) * i.count);
   for (int e = 0; e < i.count; e++) {
     C* to = w.cells<C>(i.dst[e]);
     Mask known = kAllLanes;
@@ -146,6 +159,7 @@ template <class T, class C> Flow store(Warp& w, const Instruction& i, Mask lanes
   Places p;
   const Access access = i.atomic ? Access::publish : Access::write;
   locate(w, i, lanes, sizeof(T) * i.count, access, p);
+  if (i.release != MemoryScope::none) w.fence(i.release);
   if (!p.has_known())
     for (int e = 0; e < i.count; e++) w.need(i.src[1 + e], lanes, "a value to store");
   for (Mask rest = lanes; rest; rest &= rest - 1) {
@@ -154,6 +168,7 @@ template <class T, class C> Flow store(Warp& w, const Instruction& i, Mask lanes
     for (int e = 0; e < i.count; e++) values[e] = T(w.cells<C>(i.src[1 + e])[l]);
     check(w, p, l, sizeof(T) * i.count, access, i.atomic ? nullptr : values);
     std::memcpy(p.data[l], values, sizeof(T) * i.count);
+    if (i.atomic) w.block->launch.release(w, p.data[l], true);
     if (!p.has_known()) continue;
     for (int e = 0; e < i.count; e++) w.known_bytes(i.src[1 + e], l, sizeof(T), p.known[l] + e * sizeof(T));
   }
@@ -175,6 +190,10 @@ Space take_space(Decoding& d) {
   }
 }
 
+MemoryScope take_scope(Decoding& d) {
+  return d.take_one_of({"gpu", "sys", "cluster", "cta"}) == 3 ? MemoryScope::block : MemoryScope::device;
+}
+
 void take_cache_hints(Decoding& d) {
   d.take_one_of({"ca", "cg", "cs", "lu", "cv", "wb", "wt"});
   d.take("nc");
@@ -182,10 +201,11 @@ void take_cache_hints(Decoding& d) {
   if (d.take_prefixed("L2::") == "L2::cache_hint") d.fail("L2::cache_hint");
   // What other blocks may change meanwhile.
   const bool is_volatile = d.take("volatile");
-  const bool ordered = d.take_one_of({"relaxed", "acquire", "release"}) >= 0;
-  d.take_one_of({"cta", "gpu", "sys", "cluster"});
+  const int order = d.take_one_of({"relaxed", "acquire", "release"});
+  const MemoryScope scope = take_scope(d);
   d.take("weak");
-  d.out.atomic = is_volatile || ordered;
+  d.out.atomic = is_volatile || order >= 0;
+  if (order == 2) d.out.release = scope;
 }
 
 // Narrow accesses decide how finely races on shared memory are watched.
@@ -299,6 +319,8 @@ template <class T> Flow update(Warp& w, const Instruction& i, Mask lanes) {
   for (int s = 1; s < i.srcs; s++) w.need(i.src[s], lanes, "an operand of an atomic operation");
   Places p;
   locate(w, i, lanes, sizeof(T) * i.count, Access::update, p);
+  if (i.dsts) acquire(w, p, lanes, sizeof(T) * i.count);
+  if (i.release != MemoryScope::none) w.fence(i.release);
   const bool swaps = i.option == compare_and_swap;
   for (Mask rest = lanes; rest; rest &= rest - 1) {
     const int l = std::countr_zero(rest);
@@ -314,6 +336,7 @@ template <class T> Flow update(Warp& w, const Instruction& i, Mask lanes) {
       std::memcpy(p.data[l] + e * sizeof(T), &result, sizeof(T));
       if (i.dsts) w.cells<T>(i.dst[e])[l] = to_cell<T>(old);
     }
+    w.block->launch.release(w, p.data[l], false);
   }
   for (int e = 0; e < i.dsts; e++) w.define(i.dst[e], lanes, kAllLanes);
   return Flow::next;
@@ -321,8 +344,9 @@ template <class T> Flow update(Warp& w, const Instruction& i, Mask lanes) {
 
 void atomics(Decoding& d, bool returns) {
   d.out.space = take_space(d);
-  d.take_one_of({"relaxed", "acquire", "release", "acq_rel"});
-  d.take_one_of({"cta", "gpu", "sys", "cluster"});
+  const bool releases = d.take_one_of({"relaxed", "acquire", "release", "acq_rel"}) >= 2;
+  const MemoryScope scope = take_scope(d);
+  if (releases) d.out.release = scope;
   d.take("noftz");
   if (d.take_prefixed("L2::") == "L2::cache_hint") d.fail("L2::cache_hint");
   const int operation = d.take_one_of({"exch", "add", "min", "max", "and", "or", "xor", "inc", "dec", "cas"});
@@ -347,10 +371,23 @@ void atomics(Decoding& d, bool returns) {
 
 Flow nothing(Warp&, const Instruction&, Mask) { return Flow::next; }
 
-// A hint, or an order of accesses that holds here anyway.
+// A hint.
 void no_effect(Decoding& d) {
   for (const std::string& modifier : d.statement().modifiers) d.take(modifier.c_str());
   d.out.execute = nothing;
+}
+
+Flow fence(Warp& w, const Instruction& i, Mask) {
+  w.fence(i.release);
+  return Flow::next;
+}
+
+// membar.cta, .gl, .sys; fence.sc, .acq_rel
+void fences(Decoding& d) {
+  if (d.statement().modifiers.at(0) == "proxy") return no_effect(d);
+  d.take_one_of({"sc", "acq_rel"});
+  d.out.release = d.take("gl") ? MemoryScope::device : take_scope(d);
+  d.out.execute = fence;
 }
 
 }  // namespace
@@ -360,9 +397,10 @@ void add_memory(Table& t) {
   t["ldu"] = [](Decoding& d) { load_or_store(d, false); };
   t["st"] = [](Decoding& d) { load_or_store(d, true); };
   t["atom"] = [](Decoding& d) { atomics(d, true); };
+  t["membar"] = fences;
+  t["fence"] = fences;
   t["red"] = [](Decoding& d) { atomics(d, false); };
-  for (const char* opcode : {"membar", "fence", "prefetch", "prefetchu", "griddepcontrol", "nanosleep", "discard"})
-    t[opcode] = no_effect;
+  for (const char* opcode : {"prefetch", "prefetchu", "griddepcontrol", "nanosleep", "discard"}) t[opcode] = no_effect;
 }
 
 }  // namespace interpreter

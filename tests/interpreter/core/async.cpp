@@ -29,13 +29,17 @@ Flow async_copy(Warp& w, const Instruction& i, Mask lanes) {
   for (Mask rest = lanes; rest; rest &= rest - 1) {
     const int l = std::countr_zero(rest);
     if (from[l] % size && valid[l]) fault(l, "misaligned source of a cp.async of ", size, " bytes");
-    AsyncCopy copy{uint32_t(to[l]), w.async_groups[l], uint8_t(size), uint8_t(l), {}};
+    GlobalMemory& memory = block.launch.memory;
     if (valid[l] == size) {
-      block.launch.memory.check(l, block.linear, from[l], size, Access::read);
+      memory.check(w, l, from[l], size, Access::read);
     } else {
-      for (uint32_t b = 0; b < valid[l]; b++) block.launch.memory.check(l, block.linear, from[l] + b, 1, Access::read);
+      for (uint32_t b = 0; b < valid[l]; b++) memory.check(w, l, from[l] + b, 1, Access::read);
     }
-    std::memcpy(copy.bytes, reinterpret_cast<const void*>(from[l]), valid[l]);
+    const uint64_t source = GlobalMemory::untagged(from[l]);
+    const bool watched = valid[l] && memory.is_writable(from[l]);
+    AsyncCopy copy{watched ? source : 0, uint32_t(to[l]), w.async_groups[l], uint8_t(size), uint8_t(l), {}};
+    block.watched_sources += watched;
+    std::memcpy(copy.bytes, reinterpret_cast<const void*>(source), valid[l]);
     block.shared.begin_async(w, l, to[l], size);
     w.async_copies.push_back(copy);
   }
@@ -49,6 +53,7 @@ template <class Done> void land(Warp& w, Mask lanes, Done&& done) {
     if (!(lanes >> copy.lane & 1) || !done(copy)) return false;
     std::memcpy(shared.data() + copy.to, copy.bytes, copy.size);
     shared.end_async(w, copy.lane, copy.to, copy.size);
+    w.block->watched_sources -= copy.from != 0;
     return true;
   });
 }

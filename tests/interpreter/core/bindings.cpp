@@ -88,12 +88,13 @@ Dim dim(const std::vector<uint32_t>& sizes) {
 }
 
 void launch(Module& module, const std::string& name, const std::vector<uint32_t>& grid,
-            const std::vector<uint32_t>& block, uint32_t shared, const std::vector<py::bytes>& arguments) {
+            const std::vector<uint32_t>& block, uint32_t shared, const std::vector<py::bytes>& arguments,
+            bool cooperative) {
   const Kernel& kernel = module.kernel(name);
   if (arguments.size() != kernel.params.size())
     throw std::invalid_argument(name + ": " + std::to_string(arguments.size()) + " arguments, wanted " +
                                 std::to_string(kernel.params.size()));
-  LaunchConfig config{dim(grid), dim(block), shared, std::vector<uint8_t>(kernel.param_bytes)};
+  LaunchConfig config{dim(grid), dim(block), shared, std::vector<uint8_t>(kernel.param_bytes), cooperative};
   for (size_t p = 0; p < arguments.size(); p++) {
     const std::string bytes = arguments[p];
     if (bytes.size() != kernel.param_sizes[p])
@@ -120,6 +121,10 @@ PYBIND11_MODULE(core, m) {
   m.def("declare_output",
         [](const std::string& name, uint64_t data, const Sizes& sizes, const Sizes& strides, int64_t item) {
           Device::get().memory.declare(name, data, sizes, strides, item, kReadable | kWritable);
+        });
+  m.def("declare_memory",
+        [](const std::string& name, uint64_t data, const Sizes& sizes, const Sizes& strides, int64_t item) {
+          Device::get().memory.declare(name, data, sizes, strides, item, kReadable | kWritable | kWritten);
         });
   m.def("host_write", [](uint64_t data, uint64_t bytes) { Device::get().memory.host_write(data, bytes); });
   m.def("unwritten", [](uint64_t data, const Sizes& sizes, const Sizes& strides, int64_t item) {

@@ -10,43 +10,6 @@
 
 namespace interpreter {
 
-void Warp::need(uint32_t slot, Mask lanes, const char* what) {
-  const Mask missing = lanes & ~defined[slot];
-  if (!missing) return;
-  const int lane = std::countr_zero(missing);
-  const auto found = origins.find(slot);
-  if (found == origins.end() || !(found->second.lanes >> lane & 1)) fault(lane, "uninitialised register: ", what);
-  const Origin& origin = found->second;
-  fault(lane, "use of uninitialised ", kSpaces[int(origin.space)], " memory: ", what, " was read at ",
-        kSpaces[int(origin.space)], " + ", origin.address, " bytes, by ", block->launch.source(origin.pc));
-}
-
-Origin& Warp::note_origin(uint32_t slot, Mask lanes, Space space, uint64_t address) {
-  return origins[slot] = {lanes, space, block->launch.pc, address};
-}
-
-void Warp::inherit_origin(uint32_t slot, Mask lanes) {
-  const Instruction& i = block->kernel.code[block->launch.pc];
-  for (int s = 0; s < i.srcs; s++) {
-    const auto found = origins.find(i.src[s]);
-    if (found == origins.end() || !(lanes & found->second.lanes & ~defined[i.src[s]])) continue;
-    Origin origin = found->second;
-    std::fill_n(origin.known, kLanes, 0);
-    origins[slot] = origin;
-    return;
-  }
-  origins.erase(slot);
-}
-
-void Warp::known_bytes(uint32_t slot, int lane, uint32_t bytes, uint8_t* known) const {
-  const bool all = defined[slot] >> lane & 1;
-  std::memset(known, all ? 0xff : 0, bytes);
-  if (all) return;
-  const auto origin = origins.find(slot);
-  if (origin == origins.end() || !(origin->second.lanes >> lane & 1)) return;
-  for (uint32_t b = 0; b < bytes; b++) known[b] = origin->second.known[lane] >> b & 1 ? 0xff : 0;
-}
-
 uint64_t window(const Warp& w, Space space, int lane) {
   switch (space) {
     case Space::shared: return reinterpret_cast<uint64_t>(w.block->shared.data());
@@ -80,8 +43,8 @@ void Block::start(uint64_t number) {
   index.y = number / grid.x % grid.y;
   index.z = number / grid.x / grid.y;
   shared.begin_block();
-  uint32_t clock = 0;  // of the block that was here before
-  for (const Warp& warp : warps) clock = std::max(clock, warp.clock);
+  for (const Warp& warp : warps) first_clock = std::max(first_clock, warp.clock);  // of the block before
+  watched_sources = polls = 0;
   for (Barrier& barrier : barriers) barrier = {};
   const uint64_t threads = launch.config.block.count();
   for (size_t w = 0; w < warps.size(); w++) {
@@ -97,11 +60,13 @@ void Block::start(uint64_t number) {
     warp.origins.clear();
     warp.local.assign(size_t(kernel.local_bytes) * kLanes, 0xff);
     warp.local_known.assign(warp.local.size(), 0);
-    warp.clock = clock + 1;
-    warp.seen.fill(clock);
+    warp.clock = first_clock + 1;
+    warp.seen.fill(first_clock);
+    warp.order.clear();
+    warp.polls.clear();
     warp.async_copies.clear();
     warp.async_groups.fill(0);
-    for (const Constant& constant : kernel.constants) {
+    for (const Constant& constant : launch.constants) {
       for (int l = 0; l < kLanes; l++) {
         if (constant.wide)
           warp.cells<uint64_t>(constant.slot)[l] = constant.value;
@@ -140,6 +105,8 @@ void Block::specials(Warp& warp) {
     if (name == "%lanemask_ge") return uint32_t(~(bit - 1));
     if (name == "%dynamic_smem_size") return launch.config.dynamic_shared;
     if (name == "%total_smem_size") return launch.shared_bytes;
+    if (name == "%envreg1") return launch.grid_workspace() >> 32;
+    if (name == "%envreg2") return launch.grid_workspace();
     if (name == "dynamic_shared" || name == "dynamic_shared64") return launch.dynamic_at;
     return 0;  // clocks, and which multiprocessor this is
   };
@@ -179,8 +146,10 @@ bool Block::choose(Warp& warp) {
     if (paths[p].waiting == Path::no && (best == paths.size() || paths[p].pc < paths[best].pc)) best = p;
   // A lane may wait for what another lane does later in the program: let that one run at times.
   if (best < paths.size() && ++warp.turns % 1024 == 0) {
+    const size_t behind = best;
     do best = launch.random() % paths.size();
     while (paths[best].waiting != Path::no);
+    if (best != behind) warp.polls.clear();
   }
   warp.current = best;
   return best < paths.size();
@@ -221,17 +190,17 @@ Flow Block::execute(Warp& warp, const Instruction& i, Mask lanes) const {
   return Flow::next;
 }
 
-bool Block::step(Warp& warp, uint64_t budget) {
+bool Block::step(Warp& warp) {
   const Instruction* code = kernel.code.data();
   launch.warp = &warp;
   bool moved = false;
-  while (budget > 0) {
+  while (warp.budget > 0) {
     if (warp.paths.empty() || !choose(warp)) return moved;
     const bool alone = warp.paths.size() == 1;
     uint32_t meet = ~0u;  // where the next of the others is
     for (const Path& other : warp.paths)
       if (other.pc > warp.path().pc) meet = std::min(meet, other.pc);
-    while (budget > 0) {
+    while (warp.budget > 0) {
       Path& path = warp.path();
       const Instruction& i = code[path.pc];
       launch.pc = path.pc;
@@ -254,7 +223,7 @@ bool Block::step(Warp& warp, uint64_t budget) {
         }
         launch.counts.by_kind[i.kind]++;
         launch.counts.instructions++;
-        budget--;
+        warp.budget--;
         moved = true;
         if (execute(warp, i, lanes) != Flow::next) break;
       }
@@ -276,6 +245,7 @@ void Block::arrive(Warp& warp, uint32_t number, uint32_t threads, bool waits) {
   barrier.wanted = threads;
   for (size_t w = 0; w < warps.size(); w++) barrier.seen[w] = std::max(barrier.seen[w], warp.seen[w]);
   barrier.seen[warp.id] = warp.clock;
+  barrier.order.merge(warp.order);
   warp.synchronise();
   if (waits) {
     barrier.waiting |= 1u << warp.id;
@@ -294,6 +264,7 @@ void Block::complete(Barrier& barrier) {
     if (!(barrier.waiting >> warp.id & 1)) continue;
     for (size_t w = 0; w < warps.size(); w++)
       if (int(w) != warp.id) warp.seen[w] = std::max(warp.seen[w], barrier.seen[w]);
+    warp.order.merge(barrier.order);
     Path& path = warp.path();
     const Instruction& i = kernel.code[path.pc];
     if (i.dsts) {  // bar.red; option: 0 popc, 1 and, 2 or
@@ -356,17 +327,15 @@ bool Block::run() {
   bool moved = false;
   for (const Warp& warp : warps) live |= warp.live ? 1u << warp.id : 0;
   if (!live) return false;
-  if (launch.options.seed == 0) {
-    for (Warp& warp : warps) moved |= warp.live && step(warp, 1 << 16);
-  } else {
-    // As many turns as there are warps, in any order.
-    for (size_t turn = 0; turn < warps.size(); turn++) {
-      Warp& warp = warps[launch.random() % warps.size()];
-      if (warp.live) moved |= step(warp, 1 + launch.random() % 64);
-    }
-    if (!moved)
-      for (Warp& warp : warps) moved |= warp.live && step(warp, 1 + launch.random() % 64);
-  }
+  const auto turn = [&](Warp& warp) {
+    warp.budget = launch.options.seed ? 1 + launch.random() % 64 : 1 << 16;
+    return warp.live && step(warp);
+  };
+  // With a seed, as many turns as there are warps, in any order.
+  for (size_t n = 0; n < warps.size(); n++)
+    moved |= turn(warps[launch.options.seed ? launch.random() % warps.size() : n]);
+  if (launch.options.seed && !moved)
+    for (Warp& warp : warps) moved |= turn(warp);
   if (!moved) {
     // Lanes that wait for each other with bar.warp.sync may do so at different places.
     for (Warp& warp : warps) {
@@ -389,92 +358,7 @@ bool Block::run() {
   }
   for (const Warp& warp : warps) moved |= warp.live == 0 && (live >> warp.id & 1);
   if (!moved) stuck();
-  if (launch.counts.instructions > launch.options.max_instructions)
-    fault(-1, "no end: ", launch.counts.instructions, " instructions executed");
   return true;
-}
-
-// ------------------------------------------------------------------------------------------------------------ Launch
-
-Launch::Launch(const Kernel& kernel, const LaunchConfig& config, GlobalMemory& memory, const Options& options)
-    : kernel(kernel), config(config), memory(memory), options(options), random(options.seed) {
-  dynamic_at = (kernel.static_shared + kernel.dynamic_align - 1) / kernel.dynamic_align * kernel.dynamic_align;
-  shared_bytes = dynamic_at + config.dynamic_shared;
-  warps = (config.block.count() + kLanes - 1) / kLanes;
-}
-
-BankConflicts& Launch::banks(const Instruction& i) { return banks_[i.kind]; }
-
-void Launch::run() {
-  const uint64_t blocks = config.grid.count();
-  counts.by_kind.assign(kinds().size(), 0);
-  banks_.assign(kinds().size(), {});
-  memory.begin_launch(blocks);
-  std::vector<uint32_t> order(blocks);
-  std::iota(order.begin(), order.end(), 0);
-  if (options.seed) std::shuffle(order.begin(), order.end(), random);
-  const size_t together = std::min<uint64_t>(blocks, options.seed ? 1 + random() % 3 : 1);
-  std::vector<std::unique_ptr<Block>> resident;
-  size_t next = 0;
-  for (size_t b = 0; b < together; b++) {
-    resident.push_back(std::make_unique<Block>(*this));
-    resident.back()->start(order[next++]);
-  }
-  try {
-    while (!resident.empty()) {
-      const size_t b = resident.size() == 1 ? 0 : random() % resident.size();
-      if (resident[b]->run()) continue;
-      if (next < blocks)
-        resident[b]->start(order[next++]);
-      else
-        resident.erase(resident.begin() + b);
-    }
-  } catch (const Fault& error) {
-    throw Fault(error.lane, report(error));
-  }
-  for (size_t kind = 0; kind < banks_.size(); kind++)
-    if (banks_[kind].accesses) counts.shared[kinds()[kind]] = banks_[kind];
-  counts.global = memory.traffic;
-}
-
-std::string demangled(const std::string& name) {
-  int status = 0;
-  char* text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status);
-  const std::string readable = status == 0 ? text : name;
-  std::free(text);
-  return readable;
-}
-
-static std::string file(const Module& module, uint32_t number) {
-  const auto found = module.files.find(number);
-  return found == module.files.end() ? "?" : found->second;
-}
-
-std::string Launch::source(uint32_t pc) const {
-  const Location& at = kernel.statements[kernel.code[pc].statement].location;
-  return file(*kernel.module, at.file) + ":" + std::to_string(at.line);
-}
-
-std::string Launch::report(const Fault& error) const {
-  std::ostringstream text;
-  text << error.what() << "\n  kernel  " << demangled(kernel.name);
-  if (warp && pc < kernel.code.size()) {
-    const Statement& s = kernel.statements[kernel.code[pc].statement];
-    text << "\n  source  " << source(pc);
-    if (s.location.inlined_line)
-      text << ", inlined at " << file(*kernel.module, s.location.inlined_file) << ":" << s.location.inlined_line;
-    text << "\n  PTX     line " << s.line << ": " << s.text;
-    if (!s.problem.empty()) text << " (" << s.problem << ")";
-    const Dim &b = warp->block->index, &size = config.block;
-    text << "\n  block   (" << b.x << ", " << b.y << ", " << b.z << "), warp " << warp->id;
-    if (error.lane >= 0) {
-      const uint64_t thread = warp->id * kLanes + error.lane;
-      text << ", lane " << error.lane << ", thread (" << thread % size.x << ", " << thread / size.x % size.y << ", "
-           << thread / size.x / size.y << ")";
-    }
-  }
-  text << "\n  seed    " << options.seed;
-  return text.str();
 }
 
 }  // namespace interpreter

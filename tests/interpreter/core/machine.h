@@ -12,6 +12,7 @@
 
 #include "fault.h"
 #include "memory.h"
+#include "ordering.h"
 #include "program.h"
 #include "shared.h"
 
@@ -36,9 +37,17 @@ struct alignas(128) Slot {
 
 // A cp.async under way. Groups are counted per lane.
 struct AsyncCopy {
+  uint64_t from;  // 0 if nobody can write there
   uint32_t to, group;
   uint8_t size, lane;
   uint8_t bytes[16];
+};
+
+// A read of what other threads may write, and how often in a row it found the same.
+struct Poll {
+  uint64_t hash = 0, times = 0;
+  const void* at = nullptr;
+  uint32_t bytes = 0;
 };
 
 // Uninitialised memory that lanes of a register come from.
@@ -68,10 +77,12 @@ struct Warp {
   // they last synchronised.
   uint32_t clock = 1;
   std::array<uint32_t, 32> seen{};
+  Order order;
 
   std::vector<AsyncCopy> async_copies;          // not waited for, in order
   std::array<uint32_t, kLanes> async_groups{};  // committed so far by each lane
-  uint64_t turns = 0;
+  uint64_t turns = 0, budget = 0;               // budget: of instructions, in this turn
+  std::unordered_map<uint32_t, Poll> polls;     // by instruction
 
   Path& path() { return paths[current]; }
   template <class T> Cell<T>* cells(uint32_t slot) { return reinterpret_cast<Cell<T>*>(registers[slot].lane); }
@@ -105,6 +116,11 @@ struct Warp {
   void addresses(const Instruction& i, Mask lanes, uint64_t* to, size_t source = 0);
   // Everything that lanes did before is seen by all lanes of the warp after.
   void synchronise() { seen[id] = clock++; }
+  void fence(MemoryScope scope);
+  // This instruction has read, at an address, what others may write; that ends the warp's turn.
+  void poll(const void* at, uint32_t bytes, uint64_t hash);
+  // Whether it reads the same again and again.
+  bool is_polling() const;
 };
 
 struct Options {
@@ -123,6 +139,7 @@ struct LaunchConfig {
   Dim grid, block;
   uint32_t dynamic_shared = 0;
   std::vector<uint8_t> params;
+  bool cooperative = false;  // all blocks run at the same time
 };
 
 class Launch;
@@ -140,7 +157,19 @@ class Block {
   uint32_t linear = 0;
   SharedMemory shared;
   std::vector<Warp> warps;
+  uint32_t first_clock = 0;      // of the warps
+  uint32_t watched_sources = 0;  // asynchronous copies under way from where a thread may write
+  uint64_t polls = 0;
 
+  // A warp's clock since the block began.
+  uint32_t clock_of(uint32_t clock) const { return clock - first_clock; }
+  // A write must not meet the source of an asynchronous copy.
+  void check_sources(int lane, uint64_t address, uint32_t bytes) const;
+  // Whether no warp can go on before another block has written something.
+  bool is_waiting() const;
+  // Where each warp is, and what it reads there again and again.
+  std::string whereabouts();
+  std::string place(const void* at);
   void arrive(Warp& warp, uint32_t barrier, uint32_t threads, bool waits);
   // Some lanes of a warp have ended.
   void exited(Warp& warp);
@@ -149,13 +178,14 @@ class Block {
     uint32_t threads = 0, wanted = 0;
     uint32_t arrived = 0, waiting = 0;  // warps
     std::array<uint32_t, 32> seen{};
+    Order order;
     uint32_t count = 0, all = 1, any = 0;  // of bar.red
     uint32_t result_count = 0, result_all = 1, result_any = 0;
   };
   Barrier barriers[16];
 
  private:
-  bool step(Warp& warp, uint64_t budget);
+  bool step(Warp& warp);
   bool choose(Warp& warp);
   void complete(Barrier& barrier);
   void specials(Warp& warp);
@@ -172,9 +202,10 @@ class Launch {
   void run();
 
   const Kernel& kernel;
-  const LaunchConfig& config;
+  LaunchConfig config;
   GlobalMemory& memory;
   Options options;
+  std::vector<Constant> constants;
   Counts counts;
   std::mt19937_64 random;
   // Where a fault happened.
@@ -183,12 +214,25 @@ class Launch {
   uint32_t shared_bytes = 0, dynamic_at = 0, warps = 0;
 
   BankConflicts& banks(const Instruction& i);
+  // A write at an address releases what the warp has fenced; who reads it acquires that.
+  void release(Warp& w, const void* at, bool replaces);
+  void acquire(Warp& w, const void* at);
+  // What the library of cooperative groups counts arrivals of blocks in; 0 if they need not run at the same time.
+  uint64_t grid_workspace() const;
   std::string report(const Fault& fault) const;
   // The line of CUDA that an instruction comes from.
   std::string source(uint32_t pc) const;
 
  private:
+  void tag_pointers();
+  void start_block();
+  [[noreturn]] void no_end(const std::string& why);
+
   std::vector<BankConflicts> banks_;  // by kind
+  uint32_t workspace_[4] = {};
+  std::unordered_map<uint64_t, Released> released_;
+  std::vector<uint32_t> waiting_;  // blocks that have not started, the next one last
+  std::vector<std::unique_ptr<Block>> resident_, idle_;
 };
 
 // The generic address of what is at 0 in a space.

@@ -8,6 +8,8 @@
 
 namespace interpreter {
 
+struct Warp;
+
 // Of a byte.
 enum : uint8_t { kReadable = 1, kWritable = 2, kWritten = 4 };
 
@@ -23,8 +25,11 @@ struct Region {
   uint64_t begin, end;
   std::string name;
   std::vector<uint8_t> flags;
-  // Who wrote or read a byte last: the launch's stamp + its block, + kAtomic; kMany for readers of several blocks.
+  uint32_t tag = 0;
+  // Who wrote or read a byte last: the launch's stamp + 1 + its block, and kAtomic for a writer; the stamp alone for
+  // readers of several blocks.
   std::vector<uint32_t> writer, reader;
+  std::vector<uint32_t> moment;  // warp, lane and clock of that writer
   bool host_may_have_written = false;
 };
 
@@ -57,8 +62,17 @@ class GlobalMemory {
 
   void begin_launch(uint32_t blocks);
 
-  // Checks an access by a lane of a block; the bytes are at the address.
-  void check(int lane, uint32_t block, uint64_t address, uint32_t size, Access access);
+  // Where a pointer points, and the pointer with the tag of the tensor that this belongs to. The tag is in the upper
+  // 16 bits, and stays there while a kernel computes addresses: so an access that leaves its tensor is noticed though
+  // there is another one.
+  static uint64_t untagged(uint64_t pointer) { return pointer & ((uint64_t(1) << kTagShift) - 1); }
+  uint64_t tagged(uint64_t pointer) const;
+
+  // Checks an access by a lane. value: what a plain store is about to write.
+  void check(const Warp& warp, int lane, uint64_t pointer, uint32_t size, Access access, const void* value = nullptr);
+  bool is_writable(uint64_t pointer);
+  // A tensor and how far from its beginning.
+  std::string place(uint64_t pointer) const;
   // Counts what the lanes of one warp accessed together.
   void count(const uint64_t* addresses, uint32_t mask, uint32_t size, Access access);
 
@@ -66,16 +80,25 @@ class GlobalMemory {
 
  private:
   static constexpr uint32_t kAtomic = 1u << 31;
+  static constexpr int kTagShift = 48;
 
+  void add(std::unique_ptr<Region> region);
+  // Of a pointer without a tag.
   Region* find(uint64_t address);
   const Region* find(uint64_t address) const;
+  Region* region_of(uint64_t pointer);
   std::string nearest(uint64_t address) const;
+  std::string outside(const Region* region, uint64_t address) const;
   std::string describe(const Region& region, uint64_t address) const;
-  template <uint32_t kSize> bool check_bytes(uint32_t me, Region& region, uint64_t at, Access access);
-  [[noreturn]] void explain(int lane, uint32_t me, const Region& region, uint64_t address, uint32_t size,
-                            Access access) const;
+  template <uint32_t kSize> bool is_plain(uint32_t me, const Region& region, uint64_t at, Access access) const;
+  template <uint32_t kSize> void note(uint32_t me, uint32_t moment, Region& region, uint64_t at, Access access);
+  template <uint32_t kSize>
+  void check_bytes(const Warp& warp, int lane, Region& region, uint64_t at, Access access, const void* value);
+  void check_flags(int lane, const Region& region, uint64_t at, uint32_t size, Access access) const;
+  void check_order(const Warp& warp, int lane, const Region& region, uint64_t at, Access access, bool same_value) const;
 
   std::vector<std::unique_ptr<Region>> regions_;  // by address
+  std::vector<Region*> by_tag_ = {nullptr};
   Region* last_ = nullptr;
   uint32_t stamp_ = 0;  // of this launch: readers of several blocks have it, block b has stamp + 1 + b
   uint32_t next_stamp_ = 1;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "numbers.h"
+#include "ordering.h"
 
 namespace interpreter {
 
@@ -49,6 +50,7 @@ struct Instruction {
   Type type = Type::none;
   uint8_t size = 0, count = 1;
   bool wide = false, negated = false, atomic = false;
+  MemoryScope release = MemoryScope::none;
   uint32_t option = 0;
   int64_t offset = 0;
   uint32_t target = 0;

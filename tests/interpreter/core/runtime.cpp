@@ -76,7 +76,8 @@ cudaError_t note(cudaError_t error) {
 
 Dim dim(dim3 d) { return {d.x, d.y, d.z}; }
 
-cudaError_t launch(KernelHandle& handle, dim3 grid, dim3 block, void** arguments, size_t shared) try {
+cudaError_t launch(KernelHandle& handle, dim3 grid, dim3 block, void** arguments, size_t shared,
+                   bool cooperative = false) try {
   const Kernel& kernel = handle.kernel();
   Device& device = Device::get();
   const Dim threads = dim(block);
@@ -87,7 +88,7 @@ cudaError_t launch(KernelHandle& handle, dim3 grid, dim3 block, void** arguments
     return note(cudaErrorInvalidConfiguration);
   if (threads.count() > kernel.max_threads) return note(cudaErrorInvalidConfiguration);
   if (shared > most) return note(cudaErrorInvalidValue);
-  LaunchConfig config{dim(grid), threads, uint32_t(shared), std::vector<uint8_t>(kernel.param_bytes)};
+  LaunchConfig config{dim(grid), threads, uint32_t(shared), std::vector<uint8_t>(kernel.param_bytes), cooperative};
   for (size_t p = 0; p < kernel.params.size(); p++)
     std::memcpy(&config.params[kernel.params[p]], arguments[p], kernel.param_sizes[p]);
   return device.launch(kernel, config) ? cudaSuccess : note(cudaErrorLaunchFailure);
@@ -152,6 +153,12 @@ cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arg
   const auto found = kernels().find(host);
   if (found == kernels().end()) return note(cudaErrorInvalidDeviceFunction);
   return launch(found->second, grid, block, arguments, shared);
+}
+cudaError_t cudaLaunchCooperativeKernel(const void* host, dim3 grid, dim3 block, void** arguments, size_t shared,
+                                        cudaStream_t) {
+  const auto found = kernels().find(host);
+  if (found == kernels().end()) return note(cudaErrorInvalidDeviceFunction);
+  return launch(found->second, grid, block, arguments, shared, true);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host, void** arguments) {
   return cudaLaunchKernel(host, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes, config->stream);

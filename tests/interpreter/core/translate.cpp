@@ -334,6 +334,7 @@ static bool is_special(const std::string& name) {
                                 "%nsmid",
                                 "%dynamic_smem_size",
                                 "%total_smem_size",
+                                "%envreg",
                                 "%gridid"};
   return std::any_of(std::begin(names), std::end(names), [&](const char* n) { return name.rfind(n, 0) == 0; });
 }
