@@ -193,6 +193,22 @@ def test_carry_chain():
     assert got.equal(a - b)
 
 
+def test_carries_of_products():
+    """A product of 64 x 64 bits, by halves."""
+    a, b = integers(torch.int64), integers(torch.int64)
+    text = (
+        "mov.b64 {%r30, %r31}, {a}; mov.b64 {%r32, %r33}, {b}; mul.lo.u32 %r34, %r30, %r32; mul.hi.u32 %r35, %r30, %r32;"
+        "mad.lo.cc.u32 %r35, %r30, %r33, %r35; madc.hi.u32 %r36, %r30, %r33, 0;"
+        "mad.lo.cc.u32 %r35, %r31, %r32, %r35; madc.hi.cc.u32 %r36, %r31, %r32, %r36; addc.u32 %r37, 0, 0;"
+        "mad.lo.cc.u32 %r36, %r31, %r33, %r36; madc.hi.u32 %r37, %r31, %r33, %r37;"
+    )
+    for low, high in ((34, 35), (36, 37)):
+        got = unsigned(execute(text + f"mov.b64 {{d}}, {{%r{low}, %r{high}}};", [a, b], torch.int64))
+        shift = 64 * (low > 34)
+        products = (x * y >> shift for x, y in zip(unsigned(a), unsigned(b), strict=True))
+        assert got == [product % (1 << 64) for product in products]
+
+
 def test_dot_of_bytes():
     a, b, c = (integers(torch.int32) for _ in range(3))
     got = execute("dp4a.s32.s32 {d}, {a}, {b}, {c};", [a, b, c], torch.int32)
@@ -1103,6 +1119,77 @@ def test_neighbouring_tensors(gap):
     assert y.equal(x)
     with faulty("bounds.cu", "within", "global read of 4 bytes out of bounds at .* after the end of x"):
         run(101 + gap)
+
+
+def test_calls_by_pointer():
+    for n in (0, 1):
+        x, y = run_fixture("calls.cu", "calls_by_pointer", arguments=[n])
+        x = x[:128]
+        twice, plus_one = 2 * x, torch.where(x > 0, x + 1, x)
+        of_maps = torch.where((torch.arange(128) + n) % 2 == 0, twice, plus_one)
+        torch.testing.assert_close(y, of_maps + [plus_one, twice][n] + 3)
+    assert not compiled("calls.cu").unknown()
+    with faulty("calls.cu", "calls_nothing", "a call of 16, which is no function"):
+        run_fixture("calls.cu", "calls_nothing", arguments=[1])
+
+
+def test_printf(capfd):
+    run_fixture("calls.cu", "prints", arguments=[2])
+    wanted = "thread {}:  1.50 2.500000e+00 1099511627778 c%\n"
+    assert capfd.readouterr().out == "".join(wanted.format(thread) for thread in (5, 37, 69, 101))
+
+
+def test_value_that_cannot_be_read():
+    text = ".version 8.0\n.target sm_80\n.address_size 64\n.global .u64 table[2] = {0, missing};\n"
+    with pytest.raises(RuntimeError, match="PTX line 4: .*address of missing"):
+        interpreter.Module(text)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+class TestMbarriers:
+    def test_copies(self, seed):
+        x, y = run_fixture("mbarriers.cu", "waits_for_copies", seed)
+        assert y.equal(x[:128])
+        assert_fault("mbarriers.cu", "does_not_wait_for_copies", "race on shared memory|uninitialised", seed=seed)
+
+    def test_rounds(self, seed):
+        x, y = run_fixture("mbarriers.cu", "rounds", seed)
+        rows = x[:128].view(4, 32)
+        torch.testing.assert_close(y, (2 * rows.sum(0) + sum(range(8))).roll(-1).repeat(4))
+        message = "race on shared memory: warp . (reads|writes) .* without a barrier|use of uninitialised shared memory"
+        assert_fault("mbarriers.cu", "reads_too_early", message, seed=seed)
+
+    def test_missing_arrival(self, seed):
+        message = r"no end: every thread .* reads shared \+ \d+ bytes"
+        assert_fault("mbarriers.cu", "waits_for_too_many", message, seed=seed)
+
+
+FRAGMENTS = {
+    # M, N, K, types of A and B, and of C and D
+    "half_float": (16, 16, 16, torch.float16, torch.float32),
+    "half_half": (16, 16, 16, torch.float16, torch.float16),
+    "half_tall": (32, 8, 16, torch.float16, torch.float32),
+    "half_wide": (8, 32, 16, torch.float16, torch.float32),
+    "bfloat_float": (16, 16, 16, torch.bfloat16, torch.float32),
+    "bfloat_tall": (32, 8, 16, torch.bfloat16, torch.float32),
+    "tf32_float": (16, 16, 8, torch.float32, torch.float32),
+    "double_double": (8, 8, 4, torch.float64, torch.float64),
+    "byte_int": (16, 16, 16, torch.int8, torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_fragments(name):
+    m, n, k, of, to = FRAGMENTS[name]
+    a, b, c = (torch.randint(-8, 9, size) for size in ((m, k), (n, k), (m, n)))
+    tensors = [a.to(of), b.to(of), c.to(to), torch.empty(m, n, dtype=to)]
+    with interpreter.session() as run:
+        for n, x in enumerate(tensors[:3]):
+            run.input("abc"[n], x)
+        run.output("d", tensors[3])
+        compiled("fragments.cu").launch(name, (1,), (32,), tensors)
+    assert tensors[3].equal((2 * (a @ b.T + c)).to(to))
+    assert run.launches[0].mmas == 1
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,11 @@ void multiply(Decoding& d) {
   }
 }
 
+void multiply_carries(Decoding& d, bool carry_in);
+
 void multiply_add(Decoding& d) {
+  for (const std::string& modifier : d.statement().modifiers)
+    if (modifier == "cc") return multiply_carries(d, false);
   if (d.take("wide")) {
     d.by_type(Narrow(), d.take_type(), [&]<class T>(T) {
       using W = typename Twice<T>::type;
@@ -255,6 +259,37 @@ template <bool kSub> void carries(Decoding& d, bool carry_in) {
     d.read(1, type);
     d.read(2, type);
     d.out.execute = with_carry<std::make_unsigned_t<T>, kSub>;
+  });
+}
+
+// mad.cc, madc: the low (option 2) or the high half of a product, plus c, with a carry.
+template <class T> Flow multiply_with_carry(Warp& w, const Instruction& i, Mask lanes) {
+  using U = std::make_unsigned_t<T>;
+  using W = typename Twice<T>::type;
+  const Cell<T>*a = w.cells<T>(i.src[0]), *b = w.cells<T>(i.src[1]), *c = w.cells<T>(i.src[2]);
+  Cell<T> out[kLanes];
+  Mask& carry = w.predicate(w.block->kernel.carry);
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int l = std::countr_zero(rest);
+    const W product = W(T(a[l])) * W(T(b[l]));
+    const unsigned __int128 term = U(i.option & 2 ? product : product >> (8 * sizeof(T)));
+    const unsigned __int128 sum = term + U(c[l]) + (i.negated ? carry >> l & 1 : 0);
+    out[l] = U(sum);
+    if (i.option & 1) carry = (carry & ~(1u << l)) | (uint32_t(sum >> (8 * sizeof(T)) & 1) << l);
+  }
+  store_lanes<Cell<T>>(w, i, out, lanes);
+  return Flow::next;
+}
+
+void multiply_carries(Decoding& d, bool carry_in) {
+  d.out.negated = carry_in;
+  const int half = d.take_one_of({"hi", "lo"});
+  if (half < 0) d.fail("mad with a carry");
+  d.out.option = 2 * half + d.take("cc");
+  d.by_type(Wide(), d.take_type(), [&]<class T>(T) {
+    d.write(0, Decoding::type_of<T>());
+    for (int operand : {1, 2, 3}) d.read(operand, Decoding::type_of<T>());
+    d.out.execute = multiply_with_carry<T>;
   });
 }
 
@@ -687,6 +722,7 @@ void add_arithmetic(Table& t) {
   t["subc"] = [](Decoding& d) { carries<true>(d, true); };
   t["mul"] = multiply;
   t["mad"] = multiply_add;
+  t["madc"] = [](Decoding& d) { multiply_carries(d, true); };
   t["mul24"] = [](Decoding& d) {
     d.take("lo");
     same<2>(Types<uint32_t, int32_t>(), Mul24())(d);

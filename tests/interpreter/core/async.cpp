@@ -1,5 +1,6 @@
 // Asynchronous copies from global to shared memory.
 #include "elementwise.h"
+#include "places.h"
 
 namespace interpreter {
 namespace {
@@ -47,12 +48,12 @@ Flow async_copy(Warp& w, const Instruction& i, Mask lanes) {
 }
 
 // The copies of these lanes that are done arrive in shared memory.
-template <class Done> void land(Warp& w, Mask lanes, Done&& done) {
+template <class Done> void land(Warp& w, Mask lanes, bool by_mbarrier, Done&& done) {
   SharedMemory& shared = w.block->shared;
   std::erase_if(w.async_copies, [&](const AsyncCopy& copy) {
     if (!(lanes >> copy.lane & 1) || !done(copy)) return false;
     std::memcpy(shared.data() + copy.to, copy.bytes, copy.size);
-    shared.end_async(w, copy.lane, copy.to, copy.size);
+    shared.end_async(w, copy.lane, copy.to, copy.size, by_mbarrier);
     w.block->watched_sources -= copy.from != 0;
     return true;
   });
@@ -65,12 +66,12 @@ Flow async_commit(Warp& w, const Instruction&, Mask lanes) {
 
 // option: how many of its latest groups a lane leaves under way.
 Flow async_wait(Warp& w, const Instruction& i, Mask lanes) {
-  land(w, lanes, [&](const AsyncCopy& copy) { return copy.group + i.option < w.async_groups[copy.lane]; });
+  land(w, lanes, false, [&](const AsyncCopy& copy) { return copy.group + i.option < w.async_groups[copy.lane]; });
   return Flow::next;
 }
 
 Flow async_wait_all(Warp& w, const Instruction&, Mask lanes) {
-  land(w, lanes, [](const AsyncCopy&) { return true; });
+  land(w, lanes, false, [](const AsyncCopy&) { return true; });
   return Flow::next;
 }
 
@@ -79,6 +80,14 @@ void cp(Decoding& d) {
   if (d.take("commit_group")) {
     d.out.execute = async_commit;
     d.out.kind = kind_of("cp.async.commit_group");
+  } else if (d.take("mbarrier")) {
+    if (!d.take("arrive") || d.take_one_of({"shared", "shared::cta"}) < 0) d.fail("cp.async.mbarrier");
+    d.out.negated = d.take("noinc");
+    d.take_type();
+    d.out.space = Space::shared;
+    d.read_address(0);
+    d.out.execute = arrive_after_copies;
+    d.out.kind = kind_of("cp.async.mbarrier.arrive");
   } else if (d.take("wait_group")) {
     d.out.option = d.immediate(d.operand(0));
     d.out.execute = async_wait;
@@ -118,6 +127,10 @@ void cp(Decoding& d) {
 }
 
 }  // namespace
+
+void land_copies(Warp& w, Mask lanes) {
+  land(w, lanes, true, [](const AsyncCopy&) { return true; });
+}
 
 void add_async(Table& t) { t["cp"] = cp; }
 

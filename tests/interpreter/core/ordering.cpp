@@ -58,7 +58,7 @@ void Launch::acquire(Warp& w, const void* at) {
   for (const Knowledge* known : {&released.to_all, &released.to_block}) {
     const Knowledge::Clocks* clocks = known->of(block.linear);
     for (size_t other = 0; clocks && other < block.warps.size(); other++)
-      if (int(other) != w.id) w.seen[other] = std::max(w.seen[other], (*clocks)[other] + block.first_clock);
+      w.seen[other] = std::max(w.seen[other], (*clocks)[other] + block.first_clock);
   }
 }
 

@@ -39,7 +39,7 @@ struct Location {
 struct Instruction {
   Handler execute = nullptr;
   // Registers, each the number of its first slot.
-  uint32_t dst[8], src[16];
+  uint32_t dst[8], src[24];
   uint8_t dsts = 0, srcs = 0;
   bool guarded = false, guard_negated = false;
   uint32_t guard = 0;
@@ -121,7 +121,6 @@ struct Function {
 
 struct Variable {
   std::vector<uint8_t> bytes;  // where it lies
-  uint32_t align = 16;
 };
 
 struct Module {
@@ -134,6 +133,12 @@ struct Module {
 
   explicit Module(std::string text);
   const Kernel& kernel(const std::string& name);
+  // Of a function or a variable. Those of functions are numbers, of which no memory is.
+  uint64_t address_of(const std::string& name) const;
+  static uint64_t function_number(uint64_t address) { return (address - kFunctions) / 16; }
+
+ private:
+  static constexpr uint64_t kFunctions = 0x100000;
 };
 
 // Names of the kinds of instructions that are counted.
@@ -218,6 +223,8 @@ void add_arithmetic(Table&);
 void add_conversions(Table&);
 void add_memory(Table&);
 void add_async(Table&);
+void add_mbarriers(Table&);
+void add_wmma(Table&);
 void add_warp(Table&);
 void add_matrix(Table&);
 

@@ -142,9 +142,10 @@ void SharedMemory::begin_async(Warp& warp, int lane, uint64_t address, uint32_t 
   std::memset(&known_[address], 0, size);
 }
 
-void SharedMemory::end_async(Warp& warp, int lane, uint32_t address, uint32_t size) {
+void SharedMemory::end_async(Warp& warp, int lane, uint32_t address, uint32_t size, bool by_mbarrier) {
+  const uint8_t writer = by_mbarrier ? kSeveral : lane;
   for_cells(address, size, true, [&](uint32_t index) {
-    cell(index) = {warp.clock, uint8_t(warp.id), uint8_t(lane), Writer::plain, cell(index).reader};
+    cell(index) = {warp.clock, uint8_t(warp.id), writer, Writer::plain, cell(index).reader};
   });
   std::memset(&known_[address], 0xff, size);
 }

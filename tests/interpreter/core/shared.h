@@ -35,9 +35,9 @@ class SharedMemory {
   // several: other lanes of the warp take part, as in ldmatrix.
   void check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access, const void* value = nullptr,
              bool several = false);
-  // An asynchronous copy is under way to there, and has arrived.
+  // An asynchronous copy is under way to there, and has arrived. by_mbarrier: not even its own lane has waited for it.
   void begin_async(Warp& warp, int lane, uint64_t address, uint32_t size);
-  void end_async(Warp& warp, int lane, uint32_t address, uint32_t size);
+  void end_async(Warp& warp, int lane, uint32_t address, uint32_t size, bool by_mbarrier);
 
  private:
   // Of each cell: its last write, and then the clock of each warp's last read.

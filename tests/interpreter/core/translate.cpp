@@ -183,44 +183,6 @@ void Translator::instruction(const Statement& statement) {
   }
 }
 
-void Translator::call(const Statement& statement) {
-  std::vector<std::string> results, arguments;
-  const Function* callee = nullptr;
-  for (const std::string& operand : statement.operands) {
-    if (operand[0] == '(') {
-      (callee ? arguments : results) = split(operand.substr(1, operand.size() - 2));
-    } else if (!callee) {
-      const auto found = kernel_.module->functions.find(operand);
-      if (found != kernel_.module->functions.end()) callee = &found->second;
-    }
-  }
-  const bool recursive = callee && std::find(calling_.begin(), calling_.end(), callee) != calling_.end();
-  if (!callee || !callee->defined || recursive || !statement.guard.empty()) {
-    Instruction& out = add(statement);
-    make_illegal(out);
-    const bool asserts = callee && callee->name == "__assertfail";
-    kernel_.statements.back().problem = asserts     ? "an assertion failed"
-                                        : recursive ? "a recursive call"
-                                                    : "a call that cannot be followed";
-    return;
-  }
-  Scope scope;
-  scope.function = true;
-  scope.id = ++last_scope_;
-  const auto bind = [&](const std::vector<std::string>& formal, const std::vector<std::string>& actual) {
-    for (size_t i = 0; i < formal.size(); i++)
-      if (const Symbol* symbol = find(actual.at(i))) scope.symbols[parse_declaration(formal[i]).name] = *symbol;
-  };
-  bind(callee->params, arguments);
-  bind(callee->results, results);
-  calling_.push_back(callee);
-  scopes_.push_back(scope);
-  walk(*callee);
-  labels_[{scope.id, "return"}] = kernel_.code.size();
-  scopes_.pop_back();
-  calling_.pop_back();
-}
-
 std::vector<int> Translator::scope_ids() const {
   std::vector<int> ids;
   for (size_t i = scopes_.size(); i-- > 0;) {
@@ -385,6 +347,8 @@ uint32_t Decoding::source(const std::string& text, Type type) {
   const auto& globals = translator_.module().globals;
   if (const auto found = globals.find(text); found != globals.end())
     return translator_.constant(reinterpret_cast<uint64_t>(found->second->bytes.data()), true);
+  const Module& module = translator_.module();
+  if (module.functions.count(text)) return translator_.constant(module.address_of(text), true);
   fail("operand " + text);
 }
 
@@ -433,6 +397,8 @@ const Table& table() {
     add_conversions(t);
     add_memory(t);
     add_async(t);
+    add_mbarriers(t);
+    add_wmma(t);
     add_warp(t);
     add_matrix(t);
     return t;

@@ -58,6 +58,13 @@ class Translator {
   Instruction& add(const Statement&);
   void instruction(const Statement&);
   void call(const Statement&);
+  void call_nothing(const Statement&, const std::string& why);
+  void call_by_pointer(const Statement&, uint32_t pointer, const std::vector<std::string>& results,
+                       const std::vector<std::string>& arguments);
+  void call_printf(const Statement&, const std::vector<std::string>& results,
+                   const std::vector<std::string>& arguments);
+  void inline_body(const Function&, const std::vector<std::string>& results, const std::vector<std::string>& arguments);
+  bool is_calling(const Function&) const;
   void make_end();
   Symbol shared_variable(const std::string& text);
   Symbol per_lane(const std::string& text);
