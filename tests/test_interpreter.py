@@ -197,7 +197,8 @@ def test_carries_of_products():
     """A product of 64 x 64 bits, by halves."""
     a, b = integers(torch.int64), integers(torch.int64)
     text = (
-        "mov.b64 {%r30, %r31}, {a}; mov.b64 {%r32, %r33}, {b}; mul.lo.u32 %r34, %r30, %r32; mul.hi.u32 %r35, %r30, %r32;"
+        "mov.b64 {%r30, %r31}, {a}; mov.b64 {%r32, %r33}, {b};"
+        "mul.lo.u32 %r34, %r30, %r32; mul.hi.u32 %r35, %r30, %r32;"
         "mad.lo.cc.u32 %r35, %r30, %r33, %r35; madc.hi.u32 %r36, %r30, %r33, 0;"
         "mad.lo.cc.u32 %r35, %r31, %r32, %r35; madc.hi.cc.u32 %r36, %r31, %r32, %r36; addc.u32 %r37, 0, 0;"
         "mad.lo.cc.u32 %r36, %r31, %r33, %r36; madc.hi.u32 %r37, %r31, %r33, %r37;"
@@ -1141,7 +1142,7 @@ def test_printf(capfd):
 
 def test_value_that_cannot_be_read():
     text = ".version 8.0\n.target sm_80\n.address_size 64\n.global .u64 table[2] = {0, missing};\n"
-    with pytest.raises(RuntimeError, match="PTX line 4: .*address of missing"):
+    with pytest.raises(RuntimeError, match=r"PTX line 4: .*address of missing"):
         interpreter.Module(text)
 
 
