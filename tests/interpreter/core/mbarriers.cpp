@@ -76,15 +76,27 @@ Flow arrivals(Warp& w, const Instruction& i, Mask lanes) {
 Flow initialisation(Warp& w, const Instruction& i, Mask lanes) {
   Places p;
   locate_barriers(w, i, lanes, Access::write, p);
-  if (i.srcs > 1) w.need(i.src[1], lanes, "how many arrivals an mbarrier expects");
+  w.need(i.src[1], lanes, "how many arrivals an mbarrier expects");
   for (Mask rest = lanes; rest; rest &= rest - 1) {
     const int l = std::countr_zero(rest);
-    const uint64_t count = i.srcs > 1 ? w.cells<uint32_t>(i.src[1])[l] : 0;
-    if (i.option == initialise && (count == 0 || count > kMostCount))
+    const uint64_t count = w.cells<uint32_t>(i.src[1])[l], bits = count | count << kCountBits;
+    if (count == 0 || count > kMostCount)
       fault(l, "an mbarrier that expects ", count, " arrivals, wanted 1 to ", kMostCount);
-    check(w, p, l, sizeof(uint64_t), Access::write);
-    store_state(p, l, State(count | count << kCountBits));
-    std::memset(p.known[l], i.option == initialise ? 0xff : 0, sizeof(uint64_t));
+    check(w, p, l, sizeof(bits), Access::write, &bits);
+    store_state(p, l, State(bits));
+    std::memset(p.known[l], 0xff, sizeof(bits));
+  }
+  return Flow::next;
+}
+
+Flow invalidation(Warp& w, const Instruction& i, Mask lanes) {
+  Places p;
+  locate_barriers(w, i, lanes, Access::update, p);
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int l = std::countr_zero(rest);
+    check(w, p, l, sizeof(uint64_t), Access::update);
+    load_state(p, l);
+    std::memset(p.known[l], 0, sizeof(uint64_t));
   }
   return Flow::next;
 }
@@ -135,7 +147,7 @@ void mbarrier(Decoding& d) {
   if (operation <= invalidate) {
     d.read_address(0);
     if (operation == initialise) d.read(1, Type::b32);
-    d.out.execute = initialisation;
+    d.out.execute = operation == initialise ? initialisation : invalidation;
   } else if (operation <= drop) {
     d.out.negated = d.take("noComplete");
     d.write(0, Type::b64);
