@@ -73,4 +73,32 @@ template <class R, class F, class... A> void elementwise(Decoding& d) {
   d.out.execute = run_elementwise<R, F, A...>;
 }
 
+// An instruction of some types, T, ..., T -> T.
+template <int kArity, class... T, class F> Decoder same(Types<T...> types, F) {
+  return [=](Decoding& d) {
+    take_float_modifiers(d);
+    d.by_type(types, d.take_type(), [&]<class U>(U) {
+      if (d.out.option && !std::is_same_v<U, float>) d.fail("sat");
+      if constexpr (kArity == 1) elementwise<U, F, U>(d);
+      if constexpr (kArity == 2) elementwise<U, F, U, U>(d);
+      if constexpr (kArity == 3) elementwise<U, F, U, U, U>(d);
+    });
+  };
+}
+
+// The same of integers and floats, whose modifiers differ.
+template <int kArity, class F> Decoder numbers(F f) {
+  return [=](Decoding& d) {
+    same<kArity>(
+        Types<uint16_t, int16_t, uint32_t, int32_t, uint64_t, int64_t, float, double, f16, bf16, f16x2, bf16x2>(),
+        f)(d);
+  };
+}
+
+// The lanes in which the value of `a and b`, or of `a or b`, is known: one of the two may decide it alone.
+inline Mask known_of_two(bool is_or, Mask a, Mask b, Mask known_a, Mask known_b) {
+  return is_or ? (known_a & known_b) | (known_a & a) | (known_b & b)
+               : (known_a & known_b) | (known_a & ~a) | (known_b & ~b);
+}
+
 }  // namespace interpreter

@@ -220,6 +220,8 @@ using Table = std::unordered_map<std::string, Decoder>;
 // Every instruction there is, by its opcode.
 const Table& table();
 void add_arithmetic(Table&);
+void add_bits(Table&);
+void add_comparisons(Table&);
 void add_conversions(Table&);
 void add_memory(Table&);
 void add_async(Table&);

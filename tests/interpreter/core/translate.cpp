@@ -394,6 +394,8 @@ const Table& table() {
   static const Table all = [] {
     Table t;
     add_arithmetic(t);
+    add_bits(t);
+    add_comparisons(t);
     add_conversions(t);
     add_memory(t);
     add_async(t);
