@@ -1,4 +1,4 @@
-"""The interpreter itself: instructions against numbers that are computed here, and kernels with planted faults."""
+"""The interpreter itself: instructions against reference results, correct kernels, and kernels with planted faults."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ INF, NAN = math.inf, math.nan
 
 
 def integers(dtype: torch.dtype, count: int = 256) -> torch.Tensor:
-    """Random, and the extremes and small numbers among them."""
+    """Random integers; half of them extremes and small numbers."""
     limits = torch.iinfo(dtype)
     edges = [limits.min, limits.min + 1, limits.max, limits.max - 1, 0, 1, 2, 3, 31, 32, 33, 63, 64]
     x = torch.randint(limits.min, limits.max, (count,), dtype=dtype)
@@ -194,7 +194,7 @@ def test_carry_chain():
 
 
 def test_carries_of_products():
-    """A product of 64 x 64 bits, by halves."""
+    """A 128-bit product of 64-bit numbers, from 32-bit halves."""
     a, b = integers(torch.int64), integers(torch.int64)
     text = (
         "mov.b64 {%r30, %r31}, {a}; mov.b64 {%r32, %r33}, {b};"
@@ -221,7 +221,7 @@ def test_dot_of_bytes():
 
 
 def floats(dtype: torch.dtype, count: int = 512) -> torch.Tensor:
-    """Of every magnitude, and what is special among them."""
+    """Random floats of all magnitudes; a quarter of them special values."""
     info = torch.finfo(dtype)
     edges = [
         0.0,
@@ -253,7 +253,7 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def assert_rounded(rounding: str, exact: Fraction | int, got, below, above) -> None:
-    """below, above: what is next to the result."""
+    """below, above: the floats next to the result."""
     got, below, above = (Fraction(x.item()) for x in (got, below, above))
     match rounding:
         case "rn":
@@ -381,7 +381,7 @@ class TestHalves:
         if type == "f16":
             with np.errstate(over="ignore"):
                 return torch.from_numpy(x.numpy().astype(np.float16))
-        # Ties of two roundings: the float next to the exact value, with an odd last bit, cannot be one.
+        # Round to odd first, so that rounding to bfloat16 cannot meet a tie that x is not.
         near = x.float()
         inexact = (near.double() != x) & x.isfinite() & near.isfinite() & (near.view(torch.int32) % 2 == 0)
         toward = torch.where(near.double() < x, INF, -INF).float()
@@ -645,7 +645,7 @@ def test_votes():
 
 
 def test_groups_of_lanes():
-    """Halves of a warp that shuffle at once, each with its own mask."""
+    """The halves of a warp shuffle at the same time, each with its own mask."""
     a = torch.arange(32, dtype=torch.int32)
     text = "setp.lt.s32 %p0, {a}, 16; selp.b32 %r40, 65535, -65536, %p0; shfl.sync.bfly.b32 {d}, {a}, 1, 31, %r40;"
     assert execute(text, [a], torch.int32).equal(a ^ 1)
@@ -718,7 +718,7 @@ class TestControl:
 
 
 def matrix_kernel(body: str, words_in: list[int], words_out: int, shared_bytes: int = 0) -> interpreter.Module:
-    """Parameters of so many words a lane, into %r100.. one after the other; out of %r50.."""
+    """Each lane loads words_in[n] words of parameter n, all to %r100, %r101, ..., and stores words_out of %r50, ..."""
     text, register = "", 100
     for n, words in enumerate(words_in):
         text += lane_pointer(n, 4 * words, n)
@@ -743,8 +743,8 @@ def run_matrices(module, inputs, out):
 def fragments(
     matrix: torch.Tensor, rows: int, columns: int, blocks: list[tuple[int, int]], packed: int
 ) -> torch.Tensor:
-    """The registers of a warp [32, len(blocks)]: each of a block of rows x columns at a place of the matrix, where lane
-    4 g + t has row g and columns packed * t, ..."""
+    """The registers [32, len(blocks)] that a warp holds blocks of a matrix in, each of rows x columns at (row, column).
+    Lane 4 g + t has row g of a block, and `packed` columns from packed * t on."""
     lanes = torch.arange(32)
     registers = []
     for row, column in blocks:
@@ -754,7 +754,7 @@ def fragments(
 
 
 MMA = {
-    # The places in A [16, K], and in B transposed [8, K], of a lane's registers: PTX ISA, "Matrix Fragments for mma".
+    # dtype, K, and columns of a block and of a register; see PTX ISA, "Matrix Fragments for mma"
     "m16n8k16.row.col.f32.f16.f16.f32": (torch.float16, 16, 8, 2),
     "m16n8k16.row.col.f32.bf16.bf16.f32": (torch.bfloat16, 16, 8, 2),
     "m16n8k8.row.col.f32.f16.f16.f32": (torch.float16, 8, 8, 2),
@@ -775,7 +775,7 @@ def test_mma(form, swapped):
     na, nb = a_registers.shape[1], b_registers.shape[1]
     names = [f"%r{100 + n}" for n in range(na + nb + 4)]
     order = names[:na]
-    if swapped:  # a planted fault: numbers must tell
+    if swapped:  # the result must be wrong
         order = [order[1], order[0], *order[2:]]
     operands = ", ".join("{" + ", ".join(group) + "}" for group in (order, names[na : na + nb], names[na + nb :]))
     text = f"mma.sync.aligned.{form} {{%r50, %r51, %r52, %r53}}, {operands};"
@@ -826,7 +826,7 @@ def test_matrices_in_shared_memory(count, transposed, store):
 
 @pytest.mark.parametrize("row", [16, 64, 128, 144])
 def test_conflicts_of_rows(row):
-    """Eight rows of 16 bytes: at a stride of 128 bytes they are in the same banks, at 144 each in its own."""
+    """Eight rows of 16 bytes: at a stride of 128 bytes all use the same banks, at 144 bytes each uses its own."""
     x, y = torch.zeros(32, dtype=torch.int32), torch.empty(32, 4, dtype=torch.int32)
     text = f"mov.u32 %r60, s; rem.u32 %r61, %r0, 8; mad.lo.u32 %r61, %r61, {row}, %r60;"
     text += "mov.b32 %r62, %r0; st.shared.v4.b32 [%r61], {%r62, %r62, %r62, %r62}; bar.warp.sync -1;"
@@ -969,12 +969,12 @@ def run_fixture(source, name, seed=0, blocks=1, threads=128, shared=8192, x=None
 
 @contextmanager
 def faulty(source, name, message):
-    """A fault with this message, at a line that is marked with the name of the kernel."""
+    """Expects a fault with this message, at a line marked with the kernel's name."""
     with pytest.raises(interpreter.Fault, match=f"(?s){message}") as caught:
         yield
     lines = (FIXTURES / source).read_text().splitlines()
     here = [n for n, line in enumerate(lines, 1) if re.search(rf"// fault:.*\b{name}\b", line)]
-    places = re.search(r"\n  source  (.*)", str(caught.value))[1]  # of a line, and where its function was inlined
+    places = re.search(r"\n  source  (.*)", str(caught.value))[1]  # the line, and where its function was inlined
     assert any(re.search(rf"{source}:{n}\b", places) for n in here), caught.value
 
 
@@ -1105,7 +1105,7 @@ class TestBlocks:
 
 @pytest.mark.parametrize("gap", [0, 1, 16])
 def test_neighbouring_tensors(gap):
-    """x, z and y are parts of one allocation; what lies behind x and a gap is z."""
+    """x, z and y lie in one allocation, with gaps between. An access beyond x must not count as one to z."""
     whole = torch.randn(300 + 2 * gap)
     x, z, y = (whole[begin : begin + 100] for begin in (0, 100 + gap, 200 + 2 * gap))
 

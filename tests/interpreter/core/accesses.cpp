@@ -7,7 +7,7 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------------- ld, st
 
-// A parameter that every lane reads at the same place.
+// Every lane reads the same parameter.
 template <class T> Flow load_param(Warp& w, const Instruction& i, Mask lanes) {
   const std::vector<uint8_t>& params = w.block->launch.config.params;
   const uint64_t at = w.cells<uint64_t>(i.src[0])[std::countr_zero(lanes)] + i.offset;
@@ -20,7 +20,7 @@ template <class T> Flow load_param(Warp& w, const Instruction& i, Mask lanes) {
   return Flow::next;
 }
 
-// Lanes of a register were read, `offset` bytes into what they access, from memory that is not all initialised.
+// Notes that lanes of a register were loaded from uninitialised memory, `offset` bytes into their access.
 void note_origin(Warp& w, uint32_t slot, Mask lanes, const Places& p, uint32_t offset, uint32_t bytes) {
   Origin& origin = w.note_origin(slot, lanes, p.space, p.address[std::countr_zero(lanes)] + offset);
   for (Mask rest = lanes; rest; rest &= rest - 1) {
@@ -29,7 +29,7 @@ void note_origin(Warp& w, uint32_t slot, Mask lanes, const Places& p, uint32_t o
   }
 }
 
-// C: the cell it goes to. Signed numbers fill that, or the 16 bits that are used of it (i.option).
+// C: the register's cell, which signed numbers fill; only 16 bits of it if i.option.
 template <class T, class C> Flow load(Warp& w, const Instruction& i, Mask lanes) {
   Places p;
   const Access access = i.atomic ? Access::observe : Access::read;
@@ -97,7 +97,6 @@ void take_cache_hints(Decoding& d) {
   d.take("nc");
   d.take_prefixed("L1::");
   if (d.take_prefixed("L2::") == "L2::cache_hint") d.fail("L2::cache_hint");
-  // What other blocks may change meanwhile.
   const bool is_volatile = d.take("volatile");
   const int order = d.take_one_of({"relaxed", "acquire", "release"});
   const MemoryScope scope = take_scope(d);
@@ -106,7 +105,7 @@ void take_cache_hints(Decoding& d) {
   if (order == 2) d.out.release = scope;
 }
 
-// Narrow accesses decide how finely races on shared memory are watched.
+// Races on shared memory are tracked per cell: as narrow as the narrowest access.
 void note_shared(Decoding& d, uint32_t bytes) {
   Kernel& kernel = d.translator().kernel();
   if (d.out.space == Space::shared || d.out.space == Space::generic) kernel.cell = std::min(kernel.cell, bytes);

@@ -56,7 +56,7 @@ struct Fma {
       return __builtin_fma(a, b, c);
   }
 };
-// A NaN counts only where both are NaN, or where kNaN says so.
+// The result is NaN if both operands are; with kNaN, if either is.
 template <bool kMax, bool kNaN = false> struct Extreme {
   template <class T> T operator()(T a, T b) const {
     if constexpr (is_pair<T>) {
@@ -210,7 +210,7 @@ struct AddSat {
   }
 };
 
-// add.cc, addc, sub.cc, subc: the carry is a register of its own. kSub: a - b, where a borrow is a carry of 1.
+// add.cc, addc, sub.cc, subc. The carry has a register of its own; a borrow of a subtraction sets it to 1.
 template <class T, bool kSub> Flow with_carry(Warp& w, const Instruction& i, Mask lanes) {
   const Cell<T>*a = w.cells<T>(i.src[0]), *b = w.cells<T>(i.src[1]);
   Cell<T>* to = w.cells<T>(i.dst[0]);
@@ -238,7 +238,7 @@ template <bool kSub> void carries(Decoding& d, bool carry_in) {
   });
 }
 
-// mad.cc, madc: the low (option 2) or the high half of a product, plus c, with a carry.
+// mad.cc, madc: c plus the low (option & 2) or high half of a product. option & 1: .cc; negated: adds the carry.
 template <class T> Flow multiply_with_carry(Warp& w, const Instruction& i, Mask lanes) {
   using U = std::make_unsigned_t<T>;
   using W = typename Twice<T>::type;
@@ -308,7 +308,7 @@ void dot4(Decoding& d) {
 
 // ----------------------------------------------------------------------------------------------------- transcendental
 
-// 2^x in double, to more digits than a float has.
+// 2^x in double, more precise than a float.
 inline double exp2_of(double x) {
   x = std::min(std::max(x, -1100.0), 1100.0);
   const double n = std::nearbyint(x), t = (x - n) * 0.69314718055994530942;

@@ -5,8 +5,8 @@
 namespace interpreter {
 namespace {
 
-// option: bytes. src[0] where to, src[1] where from, src[2] of how many bytes, if count says that; negated: none of it,
-// if the predicate src[2] holds (count 2).
+// Copies i.size bytes to src[0] from src[1]. count 1: only the first src[2] bytes are copied, and the rest is set to
+// zero. count 2: all is set to zero where the predicate src[2] holds (or does not hold, if negated).
 Flow async_copy(Warp& w, const Instruction& i, Mask lanes) {
   Block& block = *w.block;
   uint64_t to[kLanes], from[kLanes];
@@ -47,7 +47,7 @@ Flow async_copy(Warp& w, const Instruction& i, Mask lanes) {
   return Flow::next;
 }
 
-// The copies of these lanes that are done arrive in shared memory.
+// Completes the copies of these lanes that are done.
 template <class Done> void land(Warp& w, Mask lanes, bool by_mbarrier, Done&& done) {
   SharedMemory& shared = w.block->shared;
   std::erase_if(w.async_copies, [&](const AsyncCopy& copy) {
@@ -64,7 +64,7 @@ Flow async_commit(Warp& w, const Instruction&, Mask lanes) {
   return Flow::next;
 }
 
-// option: how many of its latest groups a lane leaves under way.
+// Each lane waits for all of its groups but the latest i.option.
 Flow async_wait(Warp& w, const Instruction& i, Mask lanes) {
   land(w, lanes, false, [&](const AsyncCopy& copy) { return copy.group + i.option < w.async_groups[copy.lane]; });
   return Flow::next;
@@ -100,7 +100,7 @@ void cp(Decoding& d) {
     if (d.take_one_of({"shared", "shared::cta"}) < 0 || !d.take("global")) d.fail("spaces");
     if (d.take_prefixed("L2::") == "L2::cache_hint") d.fail("L2::cache_hint");
     d.out.space = Space::shared;
-    // The source first, as both addresses have an offset.
+    // read_address sets out.offset, so the source is read first and its offset kept in out.target.
     Instruction& out = d.out;
     d.read_address(1);
     if (!out.wide) d.fail("a source of 32 bits");

@@ -58,7 +58,7 @@ template <class F, class... T> Decoder shift(Types<T...> types, F) {
   return [=](Decoding& d) { d.by_type(types, d.take_type(), [&]<class U>(U) { elementwise<U, F, U, uint32_t>(d); }); };
 }
 
-// Bit by bit the table's entry for (a, b, c).
+// option: the truth table, whose entry 4a + 2b + c is the result for bits a, b, c.
 Flow lop3(Warp& w, const Instruction& i, Mask lanes) {
   const uint32_t *a = w.cells<uint32_t>(i.src[0]), *b = w.cells<uint32_t>(i.src[1]), *c = w.cells<uint32_t>(i.src[2]);
   uint32_t out[kLanes] = {};

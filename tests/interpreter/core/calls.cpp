@@ -1,4 +1,4 @@
-// Calls: the body of what is called stands in the place of the call. printf.
+// Calls: the callee's body is inlined. Also printf.
 #include <algorithm>
 #include <bit>
 #include <cstdio>
@@ -15,7 +15,7 @@ Flow branch_to_each(Warp& w, Mask lanes, const uint32_t* targets);
 
 namespace {
 
-// A call through a pointer: to the bodies of the functions that it may lead to.
+// A call through a pointer: a branch to one of the inlined bodies.
 Flow call_pointer(Warp& w, const Instruction& i, Mask lanes) {
   w.need(i.src[0], lanes, "the function that is called");
   const std::vector<uint32_t>& bodies = w.block->kernel.branch_tables[i.option];
@@ -35,7 +35,7 @@ Flow call_other(Warp&, const Instruction&, Mask lanes) {
 
 // ------------------------------------------------------------------------------------------------------------ printf
 
-// The bytes of a string that a kernel points to.
+// A string in global or local memory.
 std::string text_at(Warp& w, int lane, uint64_t pointer) {
   const uint64_t local = window(w, Space::local, lane), end = local + w.block->kernel.local_bytes;
   if (pointer >= local && pointer < end) {
@@ -51,7 +51,7 @@ std::string text_at(Warp& w, int lane, uint64_t pointer) {
   }
 }
 
-// Reads the arguments of printf one after the other, each where its size lets it begin.
+// The arguments of printf, in local memory, each aligned to its size.
 class Arguments {
  public:
   Arguments(Warp& w, int lane, uint64_t pointer) : at_(pointer - window(w, Space::local, lane)) {
@@ -106,7 +106,8 @@ std::string printed(Warp& w, int lane, const std::string& format, uint64_t point
   return text;
 }
 
-// vprintf(format, arguments): src[0] and src[1] are where the two pointers lie in local memory, src[2] its result.
+// vprintf(format, arguments): src[0] and src[1] are the offsets of these pointers in local memory, src[2] that of the
+// result.
 Flow print(Warp& w, const Instruction& i, Mask lanes) {
   const uint64_t size = w.block->kernel.local_bytes;
   for (Mask rest = lanes; rest; rest &= rest - 1) {
@@ -180,7 +181,7 @@ void Translator::inline_body(const Function& callee, const std::vector<std::stri
   calling_.pop_back();
 }
 
-// The bodies of all functions that take and give as much, each followed by a jump to behind the last of them.
+// Inlines the body of every function with as many parameters and results; each is followed by a jump to the end.
 void Translator::call_by_pointer(const Statement& statement, uint32_t pointer, const std::vector<std::string>& results,
                                  const std::vector<std::string>& arguments) {
   const std::map<std::string, Function>& functions = kernel_.module->functions;

@@ -40,7 +40,7 @@ template <class T, class F> Mask compare_lanes(Warp& w, const Instruction& i) {
   return result;
 }
 
-// option: how a third predicate is combined, if there is one. 0 not, 1 and, 2 or, 3 xor.
+// option: combination with a third predicate: 0 none, 1 and, 2 or, 3 xor.
 template <class T, class F> Flow set_predicate(Warp& w, const Instruction& i, Mask lanes) {
   Mask p = compare_lanes<T, F>(w, i), q = ~p, known_p = w.known(i), known_q = known_p;
   if (i.option) {

@@ -12,7 +12,7 @@
 
 namespace interpreter {
 
-// Rounding, and flushing of subnormal numbers, while this lives. csr 0: the usual.
+// Sets the rounding mode and the flushing of subnormal numbers in its scope. csr 0: the default.
 class MathMode {
  public:
   explicit MathMode(uint32_t csr) : csr_(csr) {
@@ -32,7 +32,7 @@ class MathMode {
   uint32_t csr_;
 };
 
-// .rn .rz .rm .rp .ftz .sat, and those that say how near an approximation is: all are computed to the last digit.
+// .rn .rz .rm .rp .ftz .sat. Also .approx and .full, which change nothing: approximations are computed exactly.
 void take_float_modifiers(Decoding& d);
 
 template <class C> void blend(C* to, const C* from, Mask lanes) {
@@ -73,7 +73,7 @@ template <class R, class F, class... A> void elementwise(Decoding& d) {
   d.out.execute = run_elementwise<R, F, A...>;
 }
 
-// An instruction of some types, T, ..., T -> T.
+// An instruction (T, ..., T) -> T for each of these types.
 template <int kArity, class... T, class F> Decoder same(Types<T...> types, F) {
   return [=](Decoding& d) {
     take_float_modifiers(d);
@@ -86,7 +86,7 @@ template <int kArity, class... T, class F> Decoder same(Types<T...> types, F) {
   };
 }
 
-// The same of integers and floats, whose modifiers differ.
+// The same for all integers and floats.
 template <int kArity, class F> Decoder numbers(F f) {
   return [=](Decoding& d) {
     same<kArity>(
@@ -95,7 +95,7 @@ template <int kArity, class F> Decoder numbers(F f) {
   };
 }
 
-// The lanes in which the value of `a and b`, or of `a or b`, is known: one of the two may decide it alone.
+// The lanes in which `a and b`, or `a or b`, is initialised: a false a makes `a and b` false whatever b is.
 inline Mask known_of_two(bool is_or, Mask a, Mask b, Mask known_a, Mask known_b) {
   return is_or ? (known_a & known_b) | (known_a & a) | (known_b & b)
                : (known_a & known_b) | (known_a & ~a) | (known_b & ~b);

@@ -18,7 +18,7 @@ Launch::Launch(const Kernel& kernel, const LaunchConfig& config, GlobalMemory& m
 
 BankConflicts& Launch::banks(const Instruction& i) { return banks_[i.kind]; }
 
-// Pointers among the parameters and the constants say from now on which tensor they belong to.
+// Tags the pointers among the parameters and constants; any 8 bytes that are an address within a tensor count as one.
 void Launch::tag_pointers() {
   for (size_t at = 0; at + sizeof(uint64_t) <= config.params.size(); at += sizeof(uint64_t)) {
     uint64_t word;
@@ -79,7 +79,7 @@ void Launch::run() {
         block.polls = 0;
         const auto waits = [](const auto& other) { return other->is_waiting(); };
         if (!waiting_.empty() && resident_.size() < kMostResident) {
-          // It may wait for a block that has not started, as a GPU starts them: in order.
+          // It may wait for a block that has not started: start the lowest, as a GPU would.
           std::iter_swap(std::min_element(waiting_.begin(), waiting_.end()), waiting_.end() - 1);
           start_block();
         } else if (std::all_of(resident_.begin(), resident_.end(), waits)) {

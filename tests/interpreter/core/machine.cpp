@@ -43,7 +43,7 @@ void Block::start(uint64_t number) {
   index.y = number / grid.x % grid.y;
   index.z = number / grid.x / grid.y;
   shared.begin_block();
-  for (const Warp& warp : warps) first_clock = std::max(first_clock, warp.clock);  // of the block before
+  for (const Warp& warp : warps) first_clock = std::max(first_clock, warp.clock);  // of the block that ran here before
   watched_sources = polls = 0;
   for (Barrier& barrier : barriers) barrier = {};
   const uint64_t threads = launch.config.block.count();
@@ -108,7 +108,7 @@ void Block::specials(Warp& warp) {
     if (name == "%envreg1") return launch.grid_workspace() >> 32;
     if (name == "%envreg2") return launch.grid_workspace();
     if (name == "dynamic_shared" || name == "dynamic_shared64") return launch.dynamic_at;
-    return 0;  // clocks, and which multiprocessor this is
+    return 0;  // clocks, and the number of the multiprocessor
   };
   for (const Special& special : kernel.specials) {
     const bool wide =
@@ -123,7 +123,7 @@ void Block::specials(Warp& warp) {
   }
 }
 
-// Joins paths that met, and takes the one that is furthest behind: so paths meet again.
+// Joins paths at the same instruction, and chooses the one furthest behind, so that paths meet again.
 bool Block::choose(Warp& warp) {
   std::vector<Path>& paths = warp.paths;
   if (paths.size() == 1) {
@@ -144,7 +144,7 @@ bool Block::choose(Warp& warp) {
   size_t best = paths.size();
   for (size_t p = 0; p < paths.size(); p++)
     if (paths[p].waiting == Path::no && (best == paths.size() || paths[p].pc < paths[best].pc)) best = p;
-  // A lane may wait for what another lane does later in the program: let that one run at times.
+  // A lane may wait for something that a lane further on does, so at times a random path is chosen.
   if (best < paths.size() && ++warp.turns % 1024 == 0) {
     const size_t behind = best;
     do best = launch.random() % paths.size();
@@ -155,7 +155,7 @@ bool Block::choose(Warp& warp) {
   return best < paths.size();
 }
 
-// Of lanes that name the lanes to execute i with: the first of them, and those that name the same.
+// Lanes execute i together with those that name the same mask: the group of the first lane.
 Mask Block::group(Warp& warp, const Instruction& i, Mask lanes) const {
   const uint32_t* masks = warp.cells<uint32_t>(i.members);
   const Mask members = masks[std::countr_zero(lanes)];
@@ -164,7 +164,7 @@ Mask Block::group(Warp& warp, const Instruction& i, Mask lanes) const {
   return same & lanes;
 }
 
-// Whether every lane is here that i needs.
+// Whether all lanes that must execute i together are here.
 bool Block::gathered(Warp& warp, const Instruction& i, Mask lanes) const {
   if (i.together == Together::live) return lanes == warp.live;
   warp.need(i.members, lanes, "the mask of lanes");
@@ -179,7 +179,7 @@ bool Block::gathered(Warp& warp, const Instruction& i, Mask lanes) const {
   return true;
 }
 
-// Groups of lanes that name different masks execute i one after the other.
+// Groups of lanes with different masks execute i in turn.
 Flow Block::execute(Warp& warp, const Instruction& i, Mask lanes) const {
   if (i.together != Together::members) return i.execute(warp, i, lanes);
   while (lanes) {
@@ -197,7 +197,7 @@ bool Block::step(Warp& warp) {
   while (warp.budget > 0) {
     if (warp.paths.empty() || !choose(warp)) return moved;
     const bool alone = warp.paths.size() == 1;
-    uint32_t meet = ~0u;  // where the next of the others is
+    uint32_t meet = ~0u;  // the nearest pc ahead at which another path waits to be joined
     for (const Path& other : warp.paths)
       if (other.pc > warp.path().pc) meet = std::min(meet, other.pc);
     while (warp.budget > 0) {
@@ -211,7 +211,7 @@ bool Block::step(Warp& warp) {
       }
       if (lanes) {
         if (i.together != Together::no && !gathered(warp, i, lanes)) {
-          if (lanes != path.lanes) {  // the others go on
+          if (lanes != path.lanes) {  // the lanes whose guard is false go on
             const Path others{path.pc + 1, path.lanes & ~lanes};
             path.lanes = lanes;
             path.waiting = Path::for_lanes;
@@ -282,7 +282,7 @@ void Block::complete(Barrier& barrier) {
   barrier = {};
 }
 
-// Lanes that wait for others, and whole warps that wait at barriers, may wait no longer.
+// Lanes that wait for exited lanes, and warps that wait at a barrier for exited warps, may go on.
 void Block::exited(Warp& warp) {
   for (Path& path : warp.paths)
     if (path.waiting == Path::for_lanes) path.waiting = Path::no;
@@ -331,13 +331,13 @@ bool Block::run() {
     warp.budget = launch.options.seed ? 1 + launch.random() % 64 : 1 << 16;
     return warp.live && step(warp);
   };
-  // With a seed, as many turns as there are warps, in any order.
+  // With a seed, random warps get as many turns as there are warps.
   for (size_t n = 0; n < warps.size(); n++)
     moved |= turn(warps[launch.options.seed ? launch.random() % warps.size() : n]);
   if (launch.options.seed && !moved)
     for (Warp& warp : warps) moved |= turn(warp);
   if (!moved) {
-    // Lanes that wait for each other with bar.warp.sync may do so at different places.
+    // Lanes may meet at different bar.warp.sync instructions.
     for (Warp& warp : warps) {
       Mask there = 0, members = 0;
       for (const Path& path : warp.paths) {

@@ -1,12 +1,12 @@
 // Matrices in the registers of a warp: ldmatrix, stmatrix, mma.
 //
-// With g = lane / 4 and t = lane % 4, of an 8 x 8 matrix of 16-bit elements a lane has row g, columns 2t and 2t + 1.
+// With g = lane / 4 and t = lane % 4, a lane has row g, columns 2t and 2t + 1 of an 8 x 8 matrix of 16-bit elements.
 #include "elementwise.h"
 
 namespace interpreter {
 namespace {
 
-// Rows of 16 bytes of count matrices. Lane 8 q + r has the address of row r of matrix q.
+// Checks the rows, of 16 bytes, of i.count matrices. Lane 8 q + r has the address of row r of matrix q.
 void check_rows(Warp& w, const Instruction& i, Mask lanes, bool write, uint64_t (&addresses)[kLanes]) {
   const Mask rows = i.count == 4 ? kAllLanes : (Mask(1) << 8 * i.count) - 1;
   if (lanes & rows & ~w.live) fault(-1, "a lane that has exited would give an address");
@@ -19,7 +19,7 @@ void check_rows(Warp& w, const Instruction& i, Mask lanes, bool write, uint64_t 
   }
 }
 
-// For each lane the byte of a matrix, of 8 rows of 16 bytes, that its half of the register begins at.
+// The offset of a lane's low (half 0) or high element in a matrix of 8 rows of 16 bytes.
 int byte_of(const Instruction& i, int lane, int half) {
   const int row = lane / 4, column = lane % 4 * 2 + half;
   return i.option ? 16 * column + 2 * row : 16 * row + 2 * column;  // option: transposed
@@ -105,7 +105,7 @@ void matrices(Decoding& d, bool is_store) {
 
 struct tf32 {};
 
-// The elements that a register has of A, B or C, as floats.
+// A register's two elements as floats.
 template <class T> void unpack(const uint32_t* cells, float (&low)[kLanes], float (&high)[kLanes]) {
   for (int l = 0; l < kLanes; l++) {
     if constexpr (std::is_same_v<T, bf16>) {
@@ -118,7 +118,7 @@ template <class T> void unpack(const uint32_t* cells, float (&low)[kLanes], floa
   }
 }
 
-// The lanes in which register c of D has a value. A row of D needs one of A, and a column of D one of B.
+// The lanes in which register c of D is initialised: those whose row of A, column of B and element of C are.
 template <int kA, int kB> Mask known_products(const Warp& w, const Instruction& i, int c) {
   Mask known = w.defined[i.src[kA + kB + c]];
   for (int part = 0; part < kA; part++) {
@@ -135,7 +135,8 @@ template <int kA, int kB> Mask known_products(const Warp& w, const Instruction& 
 }
 
 // D[16][8] = A[16][K] B[K][8] + C, K = 8 or 16. T is the type of A and B; C and D are float.
-//   A register a (two 16-bit elements): row g + 8 (a % 2), columns 2t + 8 (a / 2) and the next; tf32: column t + 4 (a / 2)
+//   A register a (two 16-bit elements): row g + 8 (a % 2), columns 2t + 8 (a / 2) and the next
+//   A register a (one tf32): row g + 8 (a % 2), column t + 4 (a / 2)
 //   B register b: rows 2t + 8 b and the next, column g; tf32: row t + 4 b
 //   C, D register c: row g + 8 (c / 2), column 2t + c % 2
 template <class T, int K> Flow multiply_matrices(Warp& w, const Instruction& i, Mask) {

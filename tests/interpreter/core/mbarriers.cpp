@@ -1,7 +1,7 @@
-// mbarrier: a barrier in shared memory, at which threads, and asynchronous copies, arrive.
+// mbarrier: a barrier in shared memory. Threads and asynchronous copies arrive at it.
 //
-// Its 64 bits: how many arrivals are pending, how many each phase expects, and the number of the phase. A thread that
-// arrives gets these bits as they were, and by them it can wait for the end of that phase.
+// Its 64 bits hold the number of pending arrivals, the number of arrivals that each phase expects, and the number of
+// the current phase. An arrival returns the bits before it; with these a thread can wait for the end of that phase.
 #include "elementwise.h"
 #include "places.h"
 
@@ -38,7 +38,7 @@ void locate_barriers(Warp& w, const Instruction& i, Mask lanes, Access access, P
   if (p.space != Space::shared) fault(std::countr_zero(lanes), "an mbarrier outside of shared memory");
 }
 
-// Gives the state before.
+// Returns the state before.
 uint64_t arrive_at(Warp& w, const Places& p, int lane, uint64_t count, bool drops, bool may_complete) {
   State state = load_state(p, lane);
   const uint64_t before = state.bits();
@@ -56,7 +56,7 @@ uint64_t arrive_at(Warp& w, const Places& p, int lane, uint64_t count, bool drop
   return before;
 }
 
-// src[0] where; src[1], if there is one, how many arrivals. negated: .noComplete
+// src[0]: the address. src[1]: the number of arrivals, 1 if absent. negated: .noComplete
 Flow arrivals(Warp& w, const Instruction& i, Mask lanes) {
   Places p;
   locate_barriers(w, i, lanes, Access::update, p);
@@ -101,7 +101,7 @@ Flow invalidation(Warp& w, const Instruction& i, Mask lanes) {
   return Flow::next;
 }
 
-// Whether a phase is over: that of a state (src[1]), or the latest with a parity (negated).
+// Whether a phase is over: the one of the state src[1], or (negated) the latest with the parity src[1].
 Flow test_phase(Warp& w, const Instruction& i, Mask lanes) {
   Places p;
   locate_barriers(w, i, lanes, Access::observe, p);
@@ -165,8 +165,8 @@ void mbarrier(Decoding& d) {
 
 }  // namespace
 
-// cp.async.mbarrier.arrive: an arrival once the copies of a lane have arrived in shared memory, which is now. negated:
-// .noinc, so that the arrival is one of those that the phase expects; otherwise it makes up for itself.
+// cp.async.mbarrier.arrive: an arrival when the lane's copies are complete; here they complete at once. With .noinc
+// (negated) it is one of the expected arrivals; without, it first adds itself to them, so that nothing changes.
 Flow arrive_after_copies(Warp& w, const Instruction& i, Mask lanes) {
   Places p;
   locate_barriers(w, i, lanes, Access::update, p);

@@ -10,7 +10,7 @@
 namespace interpreter {
 namespace {
 
-// Calls visit(offset in bytes, elements) for elements that follow each other, in the order of the tensor.
+// Calls visit(offset in bytes, number of elements) for each run of adjacent elements, in the tensor's order.
 template <class Visit>
 void for_elements(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t item, Visit&& visit) {
   for (int64_t size : sizes)
@@ -69,7 +69,7 @@ void GlobalMemory::declare(const std::string& name, uint64_t data, const std::ve
   region->begin = data + begin;
   region->end = data + end;
   region->name = name;
-  // Views of one memory become one region.
+  // Overlapping views become one region.
   std::vector<std::unique_ptr<Region>> apart, overlapping;
   for (auto& other : regions_)
     (other->begin < region->end && region->begin < other->end ? overlapping : apart).push_back(std::move(other));
@@ -116,7 +116,7 @@ void GlobalMemory::note_host_writes() {
     if (!region->host_may_have_written) continue;
     region->host_may_have_written = false;
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(region->begin);
-    // By two bytes, the smallest element there is: that of -inf has one that is the poison.
+    // In pairs of bytes, the smallest element: one byte of a 16-bit number may equal kPoison.
     for (size_t b = 0; b < region->flags.size(); b++)
       if (bytes[b] != kPoison || ((b ^ 1) < region->flags.size() && bytes[b ^ 1] != kPoison))
         region->flags[b] |= kWritten;
@@ -172,7 +172,7 @@ std::string GlobalMemory::nearest(uint64_t address) const {
          ", which is of " + std::to_string(best->end - best->begin) + " bytes";
 }
 
-// Where an address is that a tensor (null: no one knows which) does not have.
+// Describes an address outside of the tensor it was meant for (null: unknown).
 std::string GlobalMemory::outside(const Region* region, uint64_t address) const {
   if (!region) return nearest(address);
   if (region->begin <= address && address < region->end) return "it goes beyond the end of " + region->name;
@@ -228,7 +228,7 @@ void GlobalMemory::begin_launch(uint32_t blocks) {
   traffic = {};
 }
 
-// Whether an access is allowed, and no thread of this launch has made one to these bytes that it could meet.
+// Fast path: whether an access is allowed, and no earlier access of this launch needs to be ordered before it.
 template <uint32_t kSize>
 bool GlobalMemory::is_plain(uint32_t me, const Region& region, uint64_t at, Access access) const {
   const uint8_t* flags = &region.flags[at];
@@ -258,7 +258,7 @@ void GlobalMemory::note(uint32_t me, uint32_t moment, Region& region, uint64_t a
     for (uint32_t b = 0; b < kSize; b++) {
       fresh += (writer[b] & ~kAtomic) < stamp_;
       region.flags[at + b] |= kWritten;
-      // Where a block also wrote plainly, that is what others must not meet.
+      // A block's plain write stays noted: it races with more accesses than its later atomic.
       if (atomic(access) && writer[b] == me) continue;
       writer[b] = me | (atomic(access) ? kAtomic : 0);
       region.moment[at + b] = moment;
@@ -267,7 +267,7 @@ void GlobalMemory::note(uint32_t me, uint32_t moment, Region& region, uint64_t a
   }
 }
 
-// Warp, lane and clock of an access, in a word.
+// Warp, lane and clock of an access, packed into a word.
 constexpr int kClockBits = 22, kLaneBits = 5;
 constexpr uint32_t kLastClock = (1u << kClockBits) - 1;
 static uint32_t moment_of(const Warp& warp, int lane) {
@@ -320,7 +320,7 @@ void GlobalMemory::check_flags(int lane, const Region& region, uint64_t at, uint
   }
 }
 
-// Of one byte: what others did to it in this launch must have happened before.
+// Checks that earlier accesses of this launch to one byte are ordered before this one.
 void GlobalMemory::check_order(const Warp& warp, int lane, const Region& region, uint64_t at, Access access,
                                bool same_value) const {
   const uint32_t me = stamp_ + 1 + warp.block->linear, wrote = region.writer[at] & ~kAtomic, read = region.reader[at];
@@ -344,7 +344,7 @@ void GlobalMemory::check_order(const Warp& warp, int lane, const Region& region,
       fault(lane, race, "warp ", warp.id, " ", verb, " what warp ", other, " wrote, without a barrier between", where);
     }
   }
-  // When another block read it is not known: any knowledge of that block counts.
+  // The time of reads by other blocks is not kept. To have acquired anything from the reader's block is enough.
   if (!writes(access) || read < stamp_ || read == me) return;
   const bool knows =
       read == stamp_ ? !warp.order.acquired.empty() : warp.order.acquired.of(read - stamp_ - 1) != nullptr;

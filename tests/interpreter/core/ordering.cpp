@@ -25,7 +25,6 @@ bool Knowledge::covers(uint32_t block, uint32_t warp, uint32_t clock) const {
   return clocks && (*clocks)[warp] >= clock;
 }
 
-// Every lane's fence counts for the whole warp.
 void Warp::fence(MemoryScope scope) {
   Knowledge now = order.acquired;
   Knowledge::Clocks clocks{};
@@ -34,7 +33,7 @@ void Warp::fence(MemoryScope scope) {
   now.learn(block->linear, clocks);
   order.fenced.to_block = now;
   if (scope == MemoryScope::device) order.fenced.to_all = now;
-  clock++;  // what comes later is not part of it
+  clock++;  // later accesses are not fenced
 }
 
 void Launch::release(Warp& w, const void* at, bool replaces) {

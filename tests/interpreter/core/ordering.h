@@ -1,4 +1,7 @@
-// What happened before what, beyond barriers: fences, and what threads read that others wrote after a fence.
+// The order of accesses beyond barriers: fences, and strong accesses (atomic, volatile, acquire, release).
+//
+// As in PTX's memory model, a write after a fence shows everything before the fence to whoever reads it. Two
+// simplifications, both lenient: a fence of one lane counts for its warp, and every strong read acquires.
 #pragma once
 
 #include <array>
@@ -7,10 +10,10 @@
 
 namespace interpreter {
 
-// To whom a fence, or a write with release, shows what happened before.
+// Which threads a fence or a release is for.
 enum class MemoryScope : uint8_t { none, block, device };
 
-// For each block, the clocks of its warps up to which everything is known to have happened.
+// For each block, the latest clock of each of its warps that is known to have passed.
 class Knowledge {
  public:
   using Clocks = std::array<uint32_t, 32>;
@@ -26,7 +29,7 @@ class Knowledge {
   std::map<uint32_t, Clocks> blocks_;
 };
 
-// What can be seen by those who read a value: by the block of who wrote it, and by all.
+// What a value shows to its readers: to those in the writer's block, and to all others.
 struct Released {
   Knowledge to_block, to_all;
 
@@ -38,10 +41,10 @@ struct Released {
   }
 };
 
-// A warp's part of it; barriers pass it on.
+// What a warp knows and passes on. Barriers pass it to the whole block.
 struct Order {
   Knowledge acquired;  // about other blocks
-  Released fenced;     // by a fence: what is written from now on releases it
+  Released fenced;     // what was known at its last fence, published by its strong writes since
 
   bool empty() const { return acquired.empty() && fenced.empty(); }
   void clear() { *this = {}; }

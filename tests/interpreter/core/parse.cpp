@@ -1,4 +1,4 @@
-// From the text of PTX to functions of statements.
+// Parses PTX text into functions and statements.
 #include <cctype>
 #include <sstream>
 
@@ -8,7 +8,7 @@
 namespace interpreter {
 namespace {
 
-// Takes comments out, and leaves the lines as they are.
+// Removes comments but keeps line breaks.
 std::string without_comments(const std::string& from) {
   std::string to;
   bool quoted = false;
@@ -84,7 +84,7 @@ class Parser {
   uint32_t line() const { return line_; }
 
  private:
-  // A value that a variable begins with, and that may name what comes later.
+  // A variable's initial value. It may name a function or variable declared later, so it is evaluated last.
   struct Initial {
     std::string text;
     uint8_t* at;
@@ -116,7 +116,7 @@ class Parser {
     while (at_ < text_.size() && !std::isspace(static_cast<unsigned char>(text_[at_]))) at_++;
     return text_.substr(begin, at_ - begin);
   }
-  // What comes before any of these characters, and goes past that one.
+  // The text up to one of these characters, which is skipped.
   std::string until(const char* ends) {
     const size_t begin = at_;
     while (at_ < text_.size() && !std::strchr(ends, text_[at_])) advance();

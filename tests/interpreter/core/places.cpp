@@ -8,7 +8,7 @@
 namespace interpreter {
 namespace {
 
-// Where a generic address leads.
+// The space of a generic address.
 Space space_of(Warp& w, uint64_t address) {
   Block& block = *w.block;
   const auto within = [&](const void* data, uint64_t size) {
@@ -21,7 +21,7 @@ Space space_of(Warp& w, uint64_t address) {
   return Space::global;
 }
 
-// Local memory and parameters; the lanes before `lane` are not looked at again.
+// Local memory and parameters.
 void locate_private(Warp& w, Places& p, int lane, uint32_t bytes, Access access) {
   const std::vector<uint8_t>& params = w.block->launch.config.params;
   const uint64_t local_bytes = w.block->kernel.local_bytes, address = p.address[lane];
@@ -77,7 +77,7 @@ void check_reads(Warp& w, const Places& p, Mask lanes, uint32_t bytes, Access ac
     return;
   }
   for (Mask rest = lanes; rest;) {
-    // Neighbouring lanes often read one address.
+    // Neighbouring lanes often read the same address: check it once.
     const int l = std::countr_zero(rest);
     Mask same = Mask(1) << l;
     for (int n = l + 1; access == Access::read && n < kLanes && (rest >> n & 1) && p.address[n] == p.address[l]; n++)

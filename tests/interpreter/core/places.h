@@ -1,21 +1,21 @@
-// Where the lanes of an instruction access memory.
+// Memory accesses of a warp: where each lane's address leads, and the checks there.
 #pragma once
 
 #include "machine.h"
 
 namespace interpreter {
 
-// Where the lanes of one access go, all of them to the same space.
+// The places that the lanes of one instruction access, all in the same space.
 struct Places {
   Space space;
   uint64_t address[kLanes];  // in that space
   uint8_t* data[kLanes];
-  uint8_t* known[kLanes];  // 0xff for each initialised byte; only of shared and local memory
+  uint8_t* known[kLanes];  // 0xff for each initialised byte; for shared and local memory only
 
   bool has_known() const { return space == Space::shared || space == Space::local; }
 };
 
-// Finds where the lanes of a warp access `bytes` each, and counts the access. place: p.address is given.
+// locate: fills p for an access of `bytes` by each lane, and counts it. place: the same for given p.address.
 void locate(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access access, Places& p);
 void place(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access access, Places& p);
 
@@ -23,10 +23,10 @@ void place(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access acc
 void check(Warp& w, const Places& p, int lane, uint32_t bytes, Access access, const void* value = nullptr);
 void check_reads(Warp& w, const Places& p, Mask lanes, uint32_t bytes, Access access);
 
-// Lanes have read what others may write: they see what those released, or poll again.
+// To be called after a strong read: acquires what the writer released, and notes the read as a possible spin.
 void acquire(Warp& w, const Places& p, Mask lanes, uint32_t bytes);
 
-// The asynchronous copies of these lanes arrive in shared memory, for those who wait for an mbarrier.
+// Completes the asynchronous copies of these lanes; only who waits for the mbarrier may read them.
 void land_copies(Warp& w, Mask lanes);
 Flow arrive_after_copies(Warp& w, const Instruction& i, Mask lanes);
 

@@ -1,5 +1,5 @@
-// The CUDA runtime, as far as launchers use it, with the interpreter as the device. Its pointers are those of the host,
-// and a stream runs what it is given at once.
+// The part of the CUDA runtime that launchers use, with the interpreter as the device. Device pointers are host
+// pointers, and everything runs synchronously.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 using namespace interpreter;
 
-// A __global__ function of the host.
+// A kernel, as registered by the host code.
 struct KernelHandle {
   std::shared_ptr<Module> module;
   std::string name;
@@ -30,8 +30,7 @@ struct Configuration {
   cudaStream_t stream;
 };
 
-// The text of the PTX in what nvcc embeds: a header, and entries that each have a header. Both begin with where what
-// they describe begins.
+// What nvcc embeds: a header, followed by entries (one is the PTX text), each with a header of its own.
 struct FatHeader {
   uint32_t magic;
   uint16_t version, header_bytes;

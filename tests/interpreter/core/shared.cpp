@@ -10,7 +10,7 @@
 namespace interpreter {
 
 constexpr uint32_t kSegment = 16;
-constexpr uint32_t kInFlight = ~0u;  // the clock of an asynchronous copy that has not been waited for: nobody saw it
+constexpr uint32_t kInFlight = ~0u;  // the clock of an asynchronous copy under way, later than any clock seen
 
 void SharedMemory::begin_launch(uint32_t bytes, uint32_t warps, uint32_t cell) {
   size_ = bytes;
@@ -37,7 +37,7 @@ void SharedMemory::race(const Warp& warp, int lane, uint32_t cell, const std::st
   fault(lane, "race on shared memory: warp ", warp.id, " ", what, ", at shared + ", cell * cell_, " bytes");
 }
 
-// The last write of a cell is not known to be over.
+// The last write of a cell is not ordered before this access.
 void SharedMemory::after_write(const Warp& warp, int lane, uint32_t index, bool write, bool several) {
   const Cell& cell = this->cell(index);
   const std::string verb = write ? "writes" : "reads", writer = std::to_string(cell.warp);
@@ -57,7 +57,7 @@ void SharedMemory::after_reads(const Warp& warp, int lane, uint32_t index) {
   race(warp, lane, index, "overwrites what another of its lanes read, without __syncwarp between");
 }
 
-// Whether a store writes to a cell what is there already.
+// Whether a store leaves a cell's value unchanged.
 bool SharedMemory::same_value(uint32_t index, uint32_t address, uint32_t size, const void* value) {
   const uint32_t bytes = size == kSegment && !divided_[address / kSegment] ? kSegment : cell_;
   const uint32_t begin = std::max(address, index * cell_), end = std::min(address + size, index * cell_ + bytes);
@@ -79,7 +79,7 @@ inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, Acces
     read[warp.id] = warp.clock;
     return;
   }
-  // Of its own reads a lane knows.
+  // A lane's own reads come before its write.
   const uint32_t own = read[warp.id];
   if (cell.reader == lane8 && lane8 != kSeveral) read[warp.id] = 0;
   for (uint32_t base = 0; base < warps_; base += 4) {
@@ -91,7 +91,7 @@ inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, Acces
   cell = {warp.clock, uint8_t(warp.id), lane8, atomic(access) ? Writer::atomic : Writer::plain, cell.reader};
 }
 
-// The cells that stand for these bytes. joins: all of them will be as one.
+// Visits the cells of these bytes. joins: they will hold the same state, so that one cell may stand for all.
 template <class Visit>
 inline void SharedMemory::for_cells(uint32_t address, uint32_t size, bool joins, Visit&& visit) {
   const uint32_t segment = address / kSegment, first = segment * per_segment_;
@@ -151,14 +151,14 @@ void SharedMemory::end_async(Warp& warp, int lane, uint32_t address, uint32_t si
 }
 
 void count_banks(BankConflicts& counts, const uint64_t* addresses, uint32_t mask, uint32_t size) {
-  // Lanes take turns so that a turn can move 128 bytes: all, half of them, a quarter.
+  // A turn moves at most 128 bytes: it serves all lanes, half or a quarter of them.
   const uint32_t unit = std::max(size, 4u), groups = 128 / unit, per_turn = std::min(groups, 32u);
   counts.accesses++;
   for (uint32_t first = 0; first < 32; first += per_turn) {
     uint32_t turn = mask >> first & (per_turn == 32 ? ~0u : (1u << per_turn) - 1);
     if (!turn) continue;
     counts.ideal++;
-    // A pass serves one unit of each group of banks; the lanes that want that very unit are served together.
+    // A pass serves one unit in each group of banks, to all lanes that access this unit.
     while (turn) {
       uint64_t served[32];
       uint32_t busy = 0, left = 0;

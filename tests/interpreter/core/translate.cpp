@@ -1,4 +1,4 @@
-// From statements to instructions: names become slots of registers, calls become the bodies of what they call.
+// Translates statements into instructions: names become register slots, and calls are inlined.
 #include <algorithm>
 
 #include "program.h"
@@ -50,7 +50,7 @@ Symbol* Translator::find(const std::string& name) {
       symbol.reg = {add_slots(range->second == RegisterClass::b64), range->second};
       return &(scope.symbols[name] = symbol);
     }
-    if (scope.function) break;  // a function sees nothing of who calls it
+    if (scope.function) break;  // a function does not see its caller's names
   }
   if (const auto shared = kernel_.module->shared.find(name); shared != kernel_.module->shared.end()) {
     scopes_[0].symbols[name] = shared_variable(shared->second);
@@ -205,7 +205,7 @@ uint32_t Translator::branch_table(const std::string& label) {
   return table;
 }
 
-// A body that does not end with ret ends all the same.
+// For bodies that do not end with ret.
 void Translator::make_end() {
   Statement statement;
   statement.opcode = "exit";

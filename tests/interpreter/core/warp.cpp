@@ -1,4 +1,4 @@
-// A warp: values that are missing, and reads of what other threads may write.
+// Warps: uninitialised values, and spin loops.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -44,12 +44,12 @@ void Warp::known_bytes(uint32_t slot, int lane, uint32_t bytes, uint8_t* known) 
   for (uint32_t b = 0; b < bytes; b++) known[b] = origin->second.known[lane] >> b & 1 ? 0xff : 0;
 }
 
-// Reads of the same value, as often in a row, mean that the warp waits.
+// A warp that has read the same value this often in a row is taken to wait.
 constexpr uint64_t kPatience = 1 << 14;
 
 void Warp::poll(const void* at, uint32_t bytes, uint64_t hash) {
   Poll& poll = polls[block->launch.pc];
-  if (poll.times && poll.hash != hash) {  // something has changed
+  if (poll.times && poll.hash != hash) {  // the wait is over
     polls.clear();
     return;
   }

@@ -1,4 +1,4 @@
-// Control flow, barriers, and what the lanes of a warp do together.
+// Control flow, barriers, and instructions that the lanes of a warp execute together.
 #include "elementwise.h"
 
 namespace interpreter {
@@ -20,7 +20,7 @@ Flow branch(Warp& w, const Instruction& i, Mask lanes) {
   return Flow::jump;
 }
 
-// Each lane goes to a target of its own.
+// Each lane branches to its own target.
 Flow branch_to_each(Warp& w, Mask lanes, const uint32_t* targets) {
   const Path path = w.path();
   std::vector<Path> ways;
@@ -42,7 +42,7 @@ namespace {
 
 Flow trap(Warp&, const Instruction&, Mask lanes) { fault(std::countr_zero(lanes), "trap"); }
 
-// The lanes that are to leave go to i.target; without one, they end.
+// Lanes that return from an inlined call branch to its end; others exit.
 Flow return_lanes(Warp& w, const Instruction& i, Mask lanes) {
   return i.option ? branch(w, i, lanes) : exit_lanes(w, i, lanes);
 }
@@ -62,7 +62,8 @@ Flow indexed_branch(Warp& w, const Instruction& i, Mask lanes) {
 
 // ---------------------------------------------------------------------------------------------------------- barriers
 
-// src[0] which; src[1] of how many threads, if count.  dsts: bar.red, whose predicate is the last source.
+// src[0]: the barrier's number. src[1]: the number of threads, if i.count. With i.dsts it is bar.red, whose predicate
+// is the last source.
 Flow barrier(Warp& w, const Instruction& i, Mask lanes) {
   const int first = std::countr_zero(lanes);
   w.need(i.src[0], lanes, "the barrier's number");
@@ -217,7 +218,7 @@ void vote(Decoding& d) {
   d.out.execute = vote_lanes;
 }
 
-// option: 1 if all must be equal.
+// option: 1 for match.all.
 template <class T> Flow match_lanes(Warp& w, const Instruction& i, Mask lanes) {
   w.need(i.src[0], lanes, "a value to match");
   const Cell<T>* values = w.cells<T>(i.src[0]);
@@ -290,7 +291,7 @@ void redux(Decoding& d) {
   together(d, 2);
 }
 
-// The lowest lane leads.
+// Elects the lowest lane.
 Flow elect_lane(Warp& w, const Instruction& i, Mask lanes) {
   const uint32_t leader = std::countr_zero(lanes);
   uint32_t out[kLanes];

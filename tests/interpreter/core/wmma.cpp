@@ -1,7 +1,7 @@
-// wmma: matrices that a warp loads, multiplies and stores as a whole.
+// wmma: loads, products and stores of matrices by a warp.
 //
-// PTX leaves it open which lane has which element. Here the elements of a fragment follow each other row by row, first
-// in the registers of lane 0; where there is room for more than the matrix has, they begin again.
+// PTX does not say which lane holds which element. Here lane 0 holds the first elements, row by row, lane 1 the next,
+// and so on. Where the registers have room for more elements than the matrix has, the matrix is repeated.
 #include "elementwise.h"
 #include "places.h"
 
@@ -14,7 +14,7 @@ struct Shape {
   int m, n, k;
 };
 
-// How elements lie in registers.
+// How elements are stored in memory and in registers.
 struct Element {
   Type type;
   uint32_t bytes;           // in memory
@@ -32,13 +32,13 @@ Element element_of(Type type) {
 int rows(const Shape& s, int fragment) { return fragment == kB ? s.k : s.m; }
 int columns(const Shape& s, int fragment) { return fragment == kA ? s.k : s.n; }
 
-// What an instruction needs beyond its operands; Instruction::option is its index.
+// The details of an instruction. Instruction::option is its index in forms().
 struct Form {
   Shape shape;
   int fragment = kD;
   bool columns_first = false;
-  Element element;  // of load and store
-  Element of[4];    // of mma
+  Element element;  // for load and store
+  Element of[4];    // for mma
   uint32_t registers[4] = {};
 };
 std::vector<Form>& forms() {
@@ -46,7 +46,7 @@ std::vector<Form>& forms() {
   return all;
 }
 
-// Where element e of a fragment is: source or destination s of the instruction, lane, and bits within the register.
+// Where an element of a fragment is: the index of the register among the fragment's, the lane, and the byte within.
 struct Slot {
   uint32_t index;
   int lane, byte;
@@ -63,7 +63,7 @@ uint8_t* byte_of(Warp& w, uint32_t reg, const Element& element, const Slot& slot
   return cell + slot.byte;
 }
 
-// Visits the elements of a matrix in memory, as many at a time as there are lanes: visit(first element, places, lanes).
+// Visits the elements of a matrix in memory, up to 32 at a time: visit(first element, places, lanes).
 template <class Visit>
 void for_memory(Warp& w, const Instruction& i, Mask lanes, const Form& form, Access access, Visit&& visit) {
   uint64_t base[kLanes];
@@ -149,12 +149,12 @@ template <class T> T number(Type type, const uint8_t* from) {
   }
 }
 
-// T: what is computed in. D = A B + C.
+// D = A B + C, computed in T.
 template <class T> Flow multiply_fragments(Warp& w, const Instruction& i, Mask lanes) {
   const Form& form = forms()[i.option];
   const Shape& s = form.shape;
   std::vector<T> values[3];
-  // What has a value in C, and then in D: a row of D needs one of A, and a column of D one of B.
+  // The elements of D that are initialised: those whose row of A, column of B and element of C are.
   std::vector<bool> known(s.m * s.n, true);
   uint32_t first = 0;
   for (int f : {kA, kB, kC}) {
@@ -254,14 +254,15 @@ void load_or_store(Decoding& d, bool is_store) {
 void multiply(Decoding& d) {
   Form form;
   if (!d.take("sync") || !d.take("aligned")) d.fail("wmma");
-  // How A and B were loaded does not matter here.
+  // The layouts of A and B matter only to their loads.
   for (int matrix : {kA, kB})
     if (d.take_one_of({"row", "col"}) < 0) d.fail(matrix == kA ? "layout of A" : "layout of B");
   form.shape = take_shape(d);
   d.take("rn");
   std::vector<Type> types;
   for (Type type = d.take_type(); type != Type::none; type = d.take_type()) types.push_back(type);
-  if (types.size() == 2) types = {types[0], Type::f16, Type::f16, types[1]};  // D and C of a product of f16
+  if (types.size() == 2)
+    types = {types[0], Type::f16, Type::f16, types[1]};  // products of f16 name only the types of D and C
   if (types.size() != 4) d.fail("types");
   const Type in_order[] = {types[1], types[2], types[3], types[0]};  // A, B, C, D
   for (int f : {kA, kB, kC, kD}) {
