@@ -1109,17 +1109,17 @@ def test_neighbouring_tensors(gap):
     whole = torch.randn(300 + 2 * gap)
     x, z, y = (whole[begin : begin + 100] for begin in (0, 100 + gap, 200 + 2 * gap))
 
-    def run(elements):
+    def run(first, count):
         with interpreter.session() as run:
             run.input("x", x)
             run.input("z", z)
             run.output("y", y)
-            compiled("bounds.cu").launch("within", (1,), (32,), [x, y, elements])
+            compiled("bounds.cu").launch("copies", (1,), (32,), [x, y, first, count])
 
-    run(100)
+    run(0, 100)
     assert y.equal(x)
-    with faulty("bounds.cu", "within", "global read of 4 bytes out of bounds at .* after the end of x"):
-        run(101 + gap)
+    with faulty("bounds.cu", "copies", f"global read .* out of bounds .*: {4 * gap} bytes after the end of x, .* in z"):
+        run(100 + gap, 1)
 
 
 def test_calls_by_pointer():
