@@ -1064,7 +1064,7 @@ class TestBlocks:
     def run(self, request):
         def run(name, *, cooperative=False):
             x = torch.randn(self.BLOCKS * self.THREADS)
-            y, flags = torch.empty_like(x), torch.zeros(self.BLOCKS + 1, dtype=torch.int32)
+            y, flags = torch.zeros_like(x), torch.zeros(self.BLOCKS + 1, dtype=torch.int32)
             with interpreter.session(request.param, max_instructions=10_000_000) as run:
                 run.input("x", x)
                 run.memory("y", y)
@@ -1081,6 +1081,13 @@ class TestBlocks:
         message = "race on global memory: this block reads what block . of the same launch wrote: y"
         with faulty("blocks.cu", "last_block_without_fence", message):
             run("last_block_without_fence")
+
+    def test_atomic_sums(self, run):
+        x, y = run("adds")
+        torch.testing.assert_close(y[:2], x.sum().expand(2))
+        message = "race on global memory: this block reads what (several blocks|block .) of the same launch wrote: y"
+        with faulty("blocks.cu", "adds_without_fence", message):
+            run("adds_without_fence")
 
     def test_fences_before_a_barrier(self, run):
         x, y = run("fenced_by_all_threads")

@@ -216,7 +216,7 @@ int64_t GlobalMemory::unwritten(uint64_t data, const std::vector<int64_t>& sizes
 
 void GlobalMemory::begin_launch(uint32_t blocks) {
   note_host_writes();
-  if (uint64_t(next_stamp_) + blocks + 2 >= kAtomic) {
+  if (uint64_t(next_stamp_) + blocks + 2 >= kStamp) {
     for (const auto& region : regions_) {
       std::fill(region->writer.begin(), region->writer.end(), 0);
       std::fill(region->reader.begin(), region->reader.end(), 0);
@@ -238,7 +238,7 @@ bool GlobalMemory::is_plain(uint32_t me, const Region& region, uint64_t at, Acce
   uint8_t all = 0xff;
   uint32_t met = 0;
   for (uint32_t b = 0; b < kSize; b++) all &= flags[b];
-  for (uint32_t b = 0; b < kSize; b++) met += (writer[b] & ~kAtomic) >= stamp_ && !(writer[b] & harmless);
+  for (uint32_t b = 0; b < kSize; b++) met += (writer[b] & kStamp) >= stamp_ && !(writer[b] & harmless);
   if (writes(access))
     for (uint32_t b = 0; b < kSize; b++) met += reader[b] >= stamp_ && reader[b] != me;
   return (all & needed) == needed && met == 0;
@@ -256,11 +256,13 @@ void GlobalMemory::note(uint32_t me, uint32_t moment, Region& region, uint64_t a
     traffic.distinct_bytes_read += fresh;
   } else if (writes(access)) {
     for (uint32_t b = 0; b < kSize; b++) {
-      fresh += (writer[b] & ~kAtomic) < stamp_;
+      const uint32_t before = writer[b] & kStamp;
+      fresh += before < stamp_;
       region.flags[at + b] |= kWritten;
       // A block's plain write stays noted: it races with more accesses than its later atomic.
       if (atomic(access) && writer[b] == me) continue;
-      writer[b] = me | (atomic(access) ? kAtomic : 0);
+      const bool others = before >= stamp_ && (before != me || writer[b] & kSeveral);
+      writer[b] = me | (atomic(access) ? kAtomic | (others ? kSeveral : 0) : 0);
       region.moment[at + b] = moment;
     }
     traffic.distinct_bytes_written += fresh;
@@ -323,7 +325,7 @@ void GlobalMemory::check_flags(int lane, const Region& region, uint64_t at, uint
 // Checks that earlier accesses of this launch to one byte are ordered before this one.
 void GlobalMemory::check_order(const Warp& warp, int lane, const Region& region, uint64_t at, Access access,
                                bool same_value) const {
-  const uint32_t me = stamp_ + 1 + warp.block->linear, wrote = region.writer[at] & ~kAtomic, read = region.reader[at];
+  const uint32_t me = stamp_ + 1 + warp.block->linear, wrote = region.writer[at] & kStamp, read = region.reader[at];
   const bool both_atomic = atomic(access) && (region.writer[at] & kAtomic);
   const std::string where = ": " + describe(region, region.begin + at);
   const std::string race = "race on global memory: ";
@@ -332,6 +334,9 @@ void GlobalMemory::check_order(const Warp& warp, int lane, const Region& region,
     const int other = region.moment[at] >> (kClockBits + kLaneBits);
     const int other_lane = region.moment[at] >> kClockBits & (kLanes - 1);
     const std::string verb = writes(access) ? "writes" : "reads";
+    // Which other blocks wrote is not kept. To have acquired anything is enough.
+    if (region.writer[at] & kSeveral && warp.order.acquired.empty())
+      fault(lane, race, "this block ", verb, " what several blocks of the same launch wrote", where);
     if (wrote != me && !warp.order.acquired.covers(block, other, clock)) {
       if (!writes(access)) fault(lane, race, "this block reads what block ", block, " of the same launch wrote", where);
       fault(lane, race, "another block of the same launch wrote the same address", where);

@@ -26,7 +26,7 @@ struct Region {
   std::string name;
   std::vector<uint8_t> flags;
   uint32_t tag = 0;
-  // The last writer and reader of each byte: the launch's stamp + 1 + the block. kAtomic is added for an atomic write.
+  // The last writer and reader of each byte: the launch's stamp + 1 + the block. Flags are added for atomic writes.
   // The stamp itself: readers in several blocks.
   std::vector<uint32_t> writer, reader;
   std::vector<uint32_t> moment;  // the writer's warp, lane and clock
@@ -77,7 +77,8 @@ class GlobalMemory {
   Traffic traffic;
 
  private:
-  static constexpr uint32_t kAtomic = 1u << 31;
+  // Flags of a writer, above its stamp. kSeveral: of several blocks that wrote atomically, it is the last one.
+  static constexpr uint32_t kAtomic = 1u << 31, kSeveral = 1u << 30, kStamp = kSeveral - 1;
   static constexpr int kTagShift = 48;
 
   void add(std::unique_ptr<Region> region);
