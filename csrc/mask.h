@@ -46,6 +46,12 @@ struct Band {
   }
 };
 
+// An element of a float64 mask as a bias in float32. A finite value stays finite, so that only -inf hides a key.
+FLASHSOFTMAX_INLINE float bias_of(double x) {
+  constexpr double largest = 3.4028234663852886e38;  // of float32
+  return static_cast<float>(x > largest && x - x == 0 ? largest : x < -largest && x - x == 0 ? -largest : x);
+}
+
 // From q.k to the score, for one query head: what is made of q.k (scale, softcap), then what is added to it by position
 // (ALiBi, the bias of the mask). The band hides keys after that, by selection.
 template <class A> struct Score {

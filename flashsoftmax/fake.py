@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .library import ARGUMENTS
+from .options import PER_HEAD
 
 MAX_HEAD_DIM = 256
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -131,7 +132,7 @@ def _check_attention(values: dict[str, Any]) -> None:
         _check_shape("kv_lens", kv_lens, (sequences,))
 
     _check_numbers(values, _statistics(query))
-    for name in ("alibi_slopes", "sinks"):
+    for name in PER_HEAD:
         if values[name] is not None:
             _check_like(name, values[name], (query.size(1),), query, _statistics(query))
     if attn_mask is not None:

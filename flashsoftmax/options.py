@@ -35,6 +35,8 @@ class Options(TypedDict, total=False):
 
 
 NAMES = tuple(Options.__annotations__)
+PER_HEAD = ("alibi_slopes", "sinks")
+"""Options that are a tensor [Hq]."""
 
 
 def entry_point(function: Function) -> Function:
@@ -70,8 +72,7 @@ def complete(query: Tensor, options: Options) -> dict[str, Any]:
     scale, softcap = check_float("scale", options.get("scale")), check_float("softcap", options.get("softcap"))
     head_dim = query.size(-1) if query.dim() else 1
     return {
-        "alibi_slopes": _per_head("alibi_slopes", options.get("alibi_slopes"), query),
-        "sinks": _per_head("sinks", options.get("sinks"), query),
+        **{name: _per_head(name, options.get(name), query) for name in PER_HEAD},
         "scale": 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else scale,
         "softcap": 0.0 if softcap is None else softcap,
         "window_left": left,

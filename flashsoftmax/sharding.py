@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .library import ARGUMENTS, OPERATORS
+from .options import PER_HEAD
 
-PER_HEAD = ("alibi_slopes", "sinks")  # [Hq]; all others have the batch first and the heads second
 LENGTHS = ("kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_table")
 RESULTS = {
     "attention": ("out", "lse", "lse_error"),

@@ -1,8 +1,11 @@
-"""The interpreter itself: instructions against numbers that are computed here, and kernels with planted faults."""
+"""The interpreter itself: instructions against reference results, correct kernels, and kernels with planted faults."""
 
+import functools
 import math
+import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 
@@ -24,7 +27,7 @@ INF, NAN = math.inf, math.nan
 
 
 def integers(dtype: torch.dtype, count: int = 256) -> torch.Tensor:
-    """Random, and the extremes and small numbers among them."""
+    """Random integers; half of them extremes and small numbers."""
     limits = torch.iinfo(dtype)
     edges = [limits.min, limits.min + 1, limits.max, limits.max - 1, 0, 1, 2, 3, 31, 32, 33, 63, 64]
     x = torch.randint(limits.min, limits.max, (count,), dtype=dtype)
@@ -190,6 +193,23 @@ def test_carry_chain():
     assert got.equal(a - b)
 
 
+def test_carries_of_products():
+    """A 128-bit product of 64-bit numbers, from 32-bit halves."""
+    a, b = integers(torch.int64), integers(torch.int64)
+    text = (
+        "mov.b64 {%r30, %r31}, {a}; mov.b64 {%r32, %r33}, {b};"
+        "mul.lo.u32 %r34, %r30, %r32; mul.hi.u32 %r35, %r30, %r32;"
+        "mad.lo.cc.u32 %r35, %r30, %r33, %r35; madc.hi.u32 %r36, %r30, %r33, 0;"
+        "mad.lo.cc.u32 %r35, %r31, %r32, %r35; madc.hi.cc.u32 %r36, %r31, %r32, %r36; addc.u32 %r37, 0, 0;"
+        "mad.lo.cc.u32 %r36, %r31, %r33, %r36; madc.hi.u32 %r37, %r31, %r33, %r37;"
+    )
+    for low, high in ((34, 35), (36, 37)):
+        got = unsigned(execute(text + f"mov.b64 {{d}}, {{%r{low}, %r{high}}};", [a, b], torch.int64))
+        shift = 64 * (low > 34)
+        products = (x * y >> shift for x, y in zip(unsigned(a), unsigned(b), strict=True))
+        assert got == [product % (1 << 64) for product in products]
+
+
 def test_dot_of_bytes():
     a, b, c = (integers(torch.int32) for _ in range(3))
     got = execute("dp4a.s32.s32 {d}, {a}, {b}, {c};", [a, b, c], torch.int32)
@@ -201,7 +221,7 @@ def test_dot_of_bytes():
 
 
 def floats(dtype: torch.dtype, count: int = 512) -> torch.Tensor:
-    """Of every magnitude, and what is special among them."""
+    """Random floats of all magnitudes; a quarter of them special values."""
     info = torch.finfo(dtype)
     edges = [
         0.0,
@@ -233,7 +253,7 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def assert_rounded(rounding: str, exact: Fraction | int, got, below, above) -> None:
-    """below, above: what is next to the result."""
+    """below, above: the floats next to the result."""
     got, below, above = (Fraction(x.item()) for x in (got, below, above))
     match rounding:
         case "rn":
@@ -361,7 +381,7 @@ class TestHalves:
         if type == "f16":
             with np.errstate(over="ignore"):
                 return torch.from_numpy(x.numpy().astype(np.float16))
-        # Ties of two roundings: the float next to the exact value, with an odd last bit, cannot be one.
+        # Round to odd first, so that rounding to bfloat16 cannot meet a tie that x is not.
         near = x.float()
         inexact = (near.double() != x) & x.isfinite() & near.isfinite() & (near.view(torch.int32) % 2 == 0)
         toward = torch.where(near.double() < x, INF, -INF).float()
@@ -625,7 +645,7 @@ def test_votes():
 
 
 def test_groups_of_lanes():
-    """Halves of a warp that shuffle at once, each with its own mask."""
+    """The halves of a warp shuffle at the same time, each with its own mask."""
     a = torch.arange(32, dtype=torch.int32)
     text = "setp.lt.s32 %p0, {a}, 16; selp.b32 %r40, 65535, -65536, %p0; shfl.sync.bfly.b32 {d}, {a}, 1, 31, %r40;"
     assert execute(text, [a], torch.int32).equal(a ^ 1)
@@ -698,7 +718,7 @@ class TestControl:
 
 
 def matrix_kernel(body: str, words_in: list[int], words_out: int, shared_bytes: int = 0) -> interpreter.Module:
-    """Parameters of so many words a lane, into %r100.. one after the other; out of %r50.."""
+    """Each lane loads words_in[n] words of parameter n, all to %r100, %r101, ..., and stores words_out of %r50, ..."""
     text, register = "", 100
     for n, words in enumerate(words_in):
         text += lane_pointer(n, 4 * words, n)
@@ -723,8 +743,8 @@ def run_matrices(module, inputs, out):
 def fragments(
     matrix: torch.Tensor, rows: int, columns: int, blocks: list[tuple[int, int]], packed: int
 ) -> torch.Tensor:
-    """The registers of a warp [32, len(blocks)]: each of a block of rows x columns at a place of the matrix, where lane
-    4 g + t has row g and columns packed * t, ..."""
+    """The registers [32, len(blocks)] that a warp holds blocks of a matrix in, each of rows x columns at (row, column).
+    Lane 4 g + t has row g of a block, and `packed` columns from packed * t on."""
     lanes = torch.arange(32)
     registers = []
     for row, column in blocks:
@@ -734,7 +754,7 @@ def fragments(
 
 
 MMA = {
-    # The places in A [16, K], and in B transposed [8, K], of a lane's registers: PTX ISA, "Matrix Fragments for mma".
+    # dtype, K, and columns of a block and of a register; see PTX ISA, "Matrix Fragments for mma"
     "m16n8k16.row.col.f32.f16.f16.f32": (torch.float16, 16, 8, 2),
     "m16n8k16.row.col.f32.bf16.bf16.f32": (torch.bfloat16, 16, 8, 2),
     "m16n8k8.row.col.f32.f16.f16.f32": (torch.float16, 8, 8, 2),
@@ -755,7 +775,7 @@ def test_mma(form, swapped):
     na, nb = a_registers.shape[1], b_registers.shape[1]
     names = [f"%r{100 + n}" for n in range(na + nb + 4)]
     order = names[:na]
-    if swapped:  # a planted fault: numbers must tell
+    if swapped:  # the result must be wrong
         order = [order[1], order[0], *order[2:]]
     operands = ", ".join("{" + ", ".join(group) + "}" for group in (order, names[na : na + nb], names[na + nb :]))
     text = f"mma.sync.aligned.{form} {{%r50, %r51, %r52, %r53}}, {operands};"
@@ -806,10 +826,10 @@ def test_matrices_in_shared_memory(count, transposed, store):
 
 @pytest.mark.parametrize("row", [16, 64, 128, 144])
 def test_conflicts_of_rows(row):
-    """Eight rows of 16 bytes: at a stride of 128 bytes they are in the same banks, at 144 each in its own."""
+    """Eight rows of 16 bytes: at a stride of 128 bytes all use the same banks, at 144 bytes each uses its own."""
     x, y = torch.zeros(32, dtype=torch.int32), torch.empty(32, 4, dtype=torch.int32)
     text = f"mov.u32 %r60, s; rem.u32 %r61, %r0, 8; mad.lo.u32 %r61, %r61, {row}, %r60;"
-    text += "mov.b32 %r62, 0; st.shared.v4.b32 [%r61], {%r62, %r62, %r62, %r62}; bar.warp.sync -1;"
+    text += "mov.b32 %r62, %r0; st.shared.v4.b32 [%r61], {%r62, %r62, %r62, %r62}; bar.warp.sync -1;"
     text += "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r50, %r51, %r52, %r53}, [%r61];"
     with pytest.raises(interpreter.Fault, match="another of its lanes"):  # several lanes write each row
         run_matrices(matrix_kernel(text, [1], 4, 2048), [x], y)
@@ -836,7 +856,7 @@ FAULTS = {
     "two_blocks_one_address": "another block of the same launch wrote the same address: y",
     "reads_of_another_block": "race on global memory.*reads what block|uninitialised global memory",
     "reads_unwritten_output": "read of uninitialised global memory: y",
-    "uninitialised_shared": "uninitialised shared memory",
+    "uninitialised_shared": "use of uninitialised shared memory",
     "uninitialised_register": "uninitialised register",
     "diverged_barrier": "lanes of a warp wait for each other|deadlock",
     "deadlock": "deadlock",
@@ -931,6 +951,253 @@ class TestFaults:
         assert y.equal(x.T)
         assert banks["st.shared"].conflicts == 0
         assert banks["ld.shared"].wavefronts == 32 * passes and banks["ld.shared"].ideal == 32
+
+
+# ------------------------------------------------------------------------------- correct kernels, and faulty neighbours
+
+compiled = functools.cache(lambda source: interpreter.compile(FIXTURES / source))
+
+
+def run_fixture(source, name, seed=0, blocks=1, threads=128, shared=8192, x=None, y=None, arguments=()):
+    x, y = torch.randn(512) if x is None else x, torch.empty(blocks * threads) if y is None else y
+    with interpreter.session(seed) as run:
+        run.input("x", x)
+        run.output("y", y)
+        compiled(source).launch(name, (blocks,), (threads,), [x, y, *arguments], shared)
+    return x, y
+
+
+@contextmanager
+def faulty(source, name, message):
+    """Expects a fault with this message, at a line marked with the kernel's name."""
+    with pytest.raises(interpreter.Fault, match=f"(?s){message}") as caught:
+        yield
+    lines = (FIXTURES / source).read_text().splitlines()
+    here = [n for n, line in enumerate(lines, 1) if re.search(rf"// fault:.*\b{name}\b", line)]
+    places = re.search(r"\n  source  (.*)", str(caught.value))[1]  # the line, and where its function was inlined
+    assert any(re.search(rf"{source}:{n}\b", places) for n in here), caught.value
+
+
+def assert_fault(source, name, message, **options):
+    with faulty(source, name, message):
+        run_fixture(source, name, **options)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+class TestAsyncCopies:
+    def test_groups_of_each_lane(self, seed):
+        x, y = run_fixture("async.cu", "each_lane_waits", seed)
+        assert y.equal(x[::4])
+
+    def test_lanes_that_do_not_wait(self, seed):
+        assert_fault("async.cu", "even_lanes_do_not_wait", "cp.async of warp . has not been waited for", seed=seed)
+
+
+class TestUninitialised:
+    def test_masked_rows(self):
+        x, y = run_fixture("uninitialised.cu", "multiplies_rows", threads=32, y=torch.empty(11, 8))
+        sums = x.half().float()[: 11 * 16].view(11, 16).sum(1, keepdim=True)
+        torch.testing.assert_close(y, sums.expand(11, 8))
+
+    def test_replaced_values(self):
+        x, y = run_fixture("uninitialised.cu", "replaces_values")
+        wanted = torch.where(torch.arange(128) < 100, 2 * x[:128] - 1, 0)
+        assert y.equal(wanted)
+
+    @pytest.mark.parametrize("name", ["stores_value", "passes_value_on", "branches_on_value", "indexes_with_value"])
+    def test_used_values(self, name):
+        message = r"use of uninitialised shared memory: .* was read at shared \+ \d+ bytes, by \S*uninitialised.cu:\d+"
+        assert_fault("uninitialised.cu", name, message)
+
+    def test_unmasked_row(self):
+        options = {"threads": 32, "y": torch.empty(12, 8)}
+        assert_fault("uninitialised.cu", "multiplies_too_many_rows", "use of uninitialised shared memory", **options)
+
+    def test_local_memory(self):
+        x, y = run_fixture("uninitialised.cu", "reads_local", arguments=[1])
+        torch.testing.assert_close(y, x[1:8].sum().expand(128))
+        assert_fault("uninitialised.cu", "reads_local", "use of uninitialised local memory", arguments=[2])
+
+    def test_padding_of_a_copy(self):
+        x, y = run_fixture("uninitialised.cu", "copies_padding", arguments=[1])
+        assert y.equal(x[:128])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+class TestRaces:
+    def test_same_values(self, seed):
+        x, y = run_fixture("races.cu", "same_values", seed)
+        assert y.equal(torch.cat([x[1:2], (x[0] + x[:4]).repeat_interleave(32)[1:]]))
+
+    @pytest.mark.parametrize(
+        "name, other", [("values_of_lanes", "another of its lanes"), ("values_of_warps", "warp .")]
+    )
+    def test_different_values(self, name, other, seed):
+        assert_fault("races.cu", name, f"race on shared memory: warp . writes what {other} wrote", seed=seed)
+
+    def test_values_in_global_memory(self, seed):
+        x, y = run_fixture("races.cu", "takes_turns", seed)
+        first, *others = x[:128].view(4, 32)
+        for row in others:
+            first = row + first.roll(-1)
+        assert y.equal(first.repeat(4))
+        message = "race on global memory: this lane writes what lane .* of its warp wrote, without __syncwarp"
+        assert_fault("races.cu", "lanes_to_global", message, seed=seed)
+        message = "race on global memory: warp . {} what warp . {}"
+        assert_fault("races.cu", "warps_to_global", message.format("writes", "wrote, without a barrier"), seed=seed)
+        assert_fault("races.cu", "reads_from_global", message.format("reads", "wrote, without a barrier"), seed=seed)
+
+    def test_ends_of_a_copy(self, seed):
+        x, y = run_fixture("races.cu", "source_kept", seed, y=torch.empty(512))
+        x.view(-1, 4)[:, 0] += 1
+        assert y.equal(x)
+        message = "race on global memory: a write to the source of a cp.async of warp . that has not been waited for: y"
+        assert_fault("races.cu", "source_overwritten", message, seed=seed, y=torch.empty(512))
+        message = "writes where a cp.async of warp . has not been waited for"
+        assert_fault("races.cu", "destination_overwritten", message, seed=seed)
+
+
+class TestBlocks:
+    BLOCKS, THREADS = 7, 64
+
+    @pytest.fixture(params=SEEDS)
+    def run(self, request):
+        def run(name, *, cooperative=False):
+            x = torch.randn(self.BLOCKS * self.THREADS)
+            y, flags = torch.zeros_like(x), torch.zeros(self.BLOCKS + 1, dtype=torch.int32)
+            with interpreter.session(request.param, max_instructions=10_000_000) as run:
+                run.input("x", x)
+                run.memory("y", y)
+                run.memory("flags", flags)
+                launch = compiled("blocks.cu").launch
+                launch(name, (self.BLOCKS,), (self.THREADS,), [x, y, flags], cooperative=cooperative)
+            return x.view(self.BLOCKS, self.THREADS), y
+
+        return run
+
+    def test_last_block(self, run):
+        x, y = run("last_block")
+        torch.testing.assert_close(y[: self.BLOCKS + 1], torch.cat([x.sum().view(1), x.sum(1)]))
+        message = "race on global memory: this block reads what block . of the same launch wrote: y"
+        with faulty("blocks.cu", "last_block_without_fence", message):
+            run("last_block_without_fence")
+
+    def test_atomic_sums(self, run):
+        x, y = run("adds")
+        torch.testing.assert_close(y[:2], x.sum().expand(2))
+        message = "race on global memory: this block reads what (several blocks|block .) of the same launch wrote: y"
+        with faulty("blocks.cu", "adds_without_fence", message):
+            run("adds_without_fence")
+
+    def test_fences_before_a_barrier(self, run):
+        x, y = run("fenced_by_all_threads")
+        assert y.equal(x.flatten() + 1)
+
+    def test_chained_blocks(self, run):
+        x, y = run("chained_sums_released")
+        torch.testing.assert_close(y[: self.BLOCKS], x.sum(1).cumsum(0))
+        message = "race on global memory: this block reads what block . of the same launch wrote: y"
+        with faulty("blocks.cu", "chained_sums_relaxed", message):
+            run("chained_sums_relaxed")
+
+    def test_barrier_of_the_grid(self, run):
+        x, y = run("grid_barrier", cooperative=True)
+        assert y.equal(x.roll(-3, 0).flatten())
+
+    def test_no_end(self, run):
+        message = r"no end: every thread .* waits for what none writes:.*block ., warp .*reads flags \+ \d+ bytes"
+        with faulty("blocks.cu", "waits_for_nobody", message):
+            run("waits_for_nobody")
+
+
+@pytest.mark.parametrize("gap", [0, 1, 16])
+def test_neighbouring_tensors(gap):
+    """x, z and y lie in one allocation, with gaps between. An access beyond x must not count as one to z."""
+    whole = torch.randn(300 + 2 * gap)
+    x, z, y = (whole[begin : begin + 100] for begin in (0, 100 + gap, 200 + 2 * gap))
+
+    def run(first, count):
+        with interpreter.session() as run:
+            run.input("x", x)
+            run.input("z", z)
+            run.output("y", y)
+            compiled("bounds.cu").launch("copies", (1,), (32,), [x, y, first, count])
+
+    run(0, 100)
+    assert y.equal(x)
+    with faulty("bounds.cu", "copies", f"global read .* out of bounds .*: {4 * gap} bytes after the end of x, .* in z"):
+        run(100 + gap, 1)
+
+
+def test_calls_by_pointer():
+    for n in (0, 1):
+        x, y = run_fixture("calls.cu", "calls_by_pointer", arguments=[n])
+        x = x[:128]
+        twice, plus_one = 2 * x, torch.where(x > 0, x + 1, x)
+        of_maps = torch.where((torch.arange(128) + n) % 2 == 0, twice, plus_one)
+        torch.testing.assert_close(y, of_maps + [plus_one, twice][n] + 3)
+    assert not compiled("calls.cu").unknown()
+    with faulty("calls.cu", "calls_nothing", "a call of 16, which is no function"):
+        run_fixture("calls.cu", "calls_nothing", arguments=[1])
+
+
+def test_printf(capfd):
+    run_fixture("calls.cu", "prints", arguments=[2])
+    wanted = "thread {}:  1.50 2.500000e+00 1099511627778 c%\n"
+    assert capfd.readouterr().out == "".join(wanted.format(thread) for thread in (5, 37, 69, 101))
+
+
+def test_value_that_cannot_be_read():
+    text = ".version 8.0\n.target sm_80\n.address_size 64\n.global .u64 table[2] = {0, missing};\n"
+    with pytest.raises(RuntimeError, match=r"PTX line 4: .*address of missing"):
+        interpreter.Module(text)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+class TestMbarriers:
+    def test_copies(self, seed):
+        x, y = run_fixture("mbarriers.cu", "waits_for_copies", seed)
+        assert y.equal(x[:128])
+        assert_fault("mbarriers.cu", "does_not_wait_for_copies", "race on shared memory|uninitialised", seed=seed)
+
+    def test_rounds(self, seed):
+        x, y = run_fixture("mbarriers.cu", "rounds", seed)
+        rows = x[:128].view(4, 32)
+        torch.testing.assert_close(y, (2 * rows.sum(0) + sum(range(8))).roll(-1).repeat(4))
+        message = "race on shared memory: warp . (reads|writes) .* without a barrier|use of uninitialised shared memory"
+        assert_fault("mbarriers.cu", "reads_too_early", message, seed=seed)
+
+    def test_missing_arrival(self, seed):
+        message = r"no end: every thread .* reads shared \+ \d+ bytes"
+        assert_fault("mbarriers.cu", "waits_for_too_many", message, seed=seed)
+
+
+FRAGMENTS = {
+    # M, N, K, types of A and B, and of C and D
+    "half_float": (16, 16, 16, torch.float16, torch.float32),
+    "half_half": (16, 16, 16, torch.float16, torch.float16),
+    "half_tall": (32, 8, 16, torch.float16, torch.float32),
+    "half_wide": (8, 32, 16, torch.float16, torch.float32),
+    "bfloat_float": (16, 16, 16, torch.bfloat16, torch.float32),
+    "bfloat_tall": (32, 8, 16, torch.bfloat16, torch.float32),
+    "tf32_float": (16, 16, 8, torch.float32, torch.float32),
+    "double_double": (8, 8, 4, torch.float64, torch.float64),
+    "byte_int": (16, 16, 16, torch.int8, torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_fragments(name):
+    m, n, k, of, to = FRAGMENTS[name]
+    a, b, c = (torch.randint(-8, 9, size) for size in ((m, k), (n, k), (m, n)))
+    tensors = [a.to(of), b.to(of), c.to(to), torch.empty(m, n, dtype=to)]
+    with interpreter.session() as run:
+        for n, x in enumerate(tensors[:3]):
+            run.input("abc"[n], x)
+        run.output("d", tensors[3])
+        compiled("fragments.cu").launch(name, (1,), (32,), tensors)
+    assert tensors[3].equal((2 * (a @ b.T + c)).to(to))
+    assert run.launches[0].mmas == 1
 
 
 @pytest.mark.parametrize(

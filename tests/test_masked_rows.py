@@ -251,3 +251,20 @@ class TestVisibleNaN:
         for a, b in zip(found, before, strict=True):
             assert a[:, :, touched].isnan().all()
             assert_same_bits(a[:, :, ~touched], b[:, :, ~touched])
+
+
+@pytest.mark.parametrize("rows", [1, 40], ids=["decode", "tiled"])
+def test_a_float64_mask_beside_float32(rows, device):
+    """Its finite values stay finite where float32 cannot hold them: -inf alone hides a key."""
+    q, k, v = torch.randn(1, 2, rows, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8)
+    mask = torch.zeros(rows, 70, dtype=torch.float64)
+    lowest, inf = torch.finfo(torch.float64).min, torch.inf
+    mask[:, ::2], mask[:, 1], mask[0] = lowest, -inf, lowest
+    found = attention(*(x.to(device) for x in (q, k, v)), mask.to(device), return_lse=True)
+    narrow = mask.clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max).masked_fill(mask == -inf, -inf)
+    assert_same_bits(found, attention(*(x.to(device) for x in (q, k, v)), narrow.float().to(device), return_lse=True))
+    assert not found[1].isinf().any() and found[0][0, 0, 0].abs().sum() > 0
+    above = torch.zeros(rows, 70, dtype=torch.float64, device=device)
+    above[:, 7] = 1e39
+    out = attention(*(x.to(device) for x in (q, k, v)), above)
+    assert_same_bits(out, v[:, :, 7:8].to(device).expand_as(out))

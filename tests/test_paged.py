@@ -125,6 +125,27 @@ def test_unused_entries_of_the_table_may_be_anything(pages):
         assert_same_bits(result, results[0])
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40], ids=["one-row", "decode", "tiled"])
+def test_pages_that_the_window_has_passed_may_be_anything(rows, dtype, device):
+    """A sliding window frees its pages: their entries hold -1, or the page of another sequence."""
+    window, page_size, lens = 70, 16, (700, 90, 60)
+    case = pages("", page_size, lens, rows=rows, causal=True, window=(window, 0))
+    inputs = case.arguments(case.case.inputs(dtype, device))
+    expected = call(**inputs)
+    for row, length in zip(inputs["block_table"], lens, strict=True):
+        passed = max(0, length - rows - window) // page_size
+        row[:passed] = torch.tensor([-1, 10**6])[torch.arange(passed) % 2]
+    assert_same_bits(call(**inputs), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 40], ids=["decode", "tiled"])
+def test_queries_far_beyond_the_keys_see_none(rows, dtype, device):
+    """The window has passed all keys, but not the tile that the last of them are in."""
+    case = pages("", 16, (300, 20), rows=rows, window=(5, 0), q_offset=310)
+    out, lse = call(**case.arguments(case.case.inputs(dtype, device)))
+    assert not out.any() and (lse == -torch.inf).all()
+
+
 @EACH
 def test_where_the_pages_lie_changes_no_bit(pages, dtype):
     """Page numbers, strides of the pool, type and strides of the table."""

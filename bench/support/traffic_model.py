@@ -95,7 +95,7 @@ def forward(shape: Shape, dtype: torch.dtype) -> list[Kernel]:
     moved = tensors(shape, dtype)
     lse = once(shape.batch * shape.heads * shape.queries * LSE_BYTES)
     reads = {name: moved[name] for name in ("query", "key", "value")}
-    return [Kernel("forward", reads, {"out": moved["out"], "lse": lse}, shape.flops)]
+    return [Kernel("forward", reads, {"out": moved["out"], "lse": lse, "lse_error": lse}, shape.flops)]
 
 
 def decode(shape: Shape, dtype: torch.dtype) -> list[Kernel]:
@@ -106,7 +106,8 @@ def decode(shape: Shape, dtype: torch.dtype) -> list[Kernel]:
     moved = tensors(shape, dtype)
     reads = {name: moved[name] for name in ("query", "key", "value")}
     rows, splits = shape.batch * shape.heads * shape.queries, split_ranges(shape)
-    results = {"out": moved["out"], "lse": once(rows * LSE_BYTES)}
+    lse = once(rows * LSE_BYTES)
+    results = {"out": moved["out"], "lse": lse, "lse_error": lse}
     if len(splits) == 1:
         return [Kernel("decode", reads, results, shape.flops)]
 

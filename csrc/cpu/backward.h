@@ -14,7 +14,7 @@ namespace flashsoftmax::FLASHSOFTMAX_ISA {
 template <class T> class Backward {
   using A = Accumulate<T>;
   using E = Packed<T>;
-  using Element = std::conditional_t<kDepth<E> == 1, A, T>;  // of which E holds kDepth
+  using Element = std::conditional_t<kDepth<E> == 1, A, T>;  // E is kDepth of these
   using V = Vec<A>;
   using Block = DimBlock<E>;
   using Scores = PanelScores<A, Block::cols>;
@@ -27,7 +27,7 @@ template <class T> class Backward {
 
   const AttentionGradParams& params;
   const AttentionParams& p = params.forward;
-  // Row lengths of tiles: in packed elements along head_dim, or in dimensions where these lie in the lanes.
+  // Row lengths of tiles: depth in packed elements, for products along head_dim; dim where head_dim lies in the lanes.
   const int64_t depth_padded = round_up(ceil_div(p.head_dim, kDepth<E>), 16);
   const int64_t depth_v_padded = round_up(ceil_div(p.head_dim_v, kDepth<E>), 16);
   const int64_t dim_padded = round_up(p.head_dim, panel), dim_v_padded = round_up(p.head_dim_v, panel);
@@ -36,33 +36,40 @@ template <class T> class Backward {
   const int64_t query_tiles = ceil_div(seqlen_q, tile_queries);
   const int64_t key_tiles = max<int64_t>(1, ceil_div(p.seqlen_k, tile_keys));
   const bool plain_scores = p.plain_scores();
+  // Whether an element of attn_mask stands for several scores, so that its gradient is a sum.
+  const bool mask_is_broadcast =
+      params.grad_mask.data &&
+      ((params.grad_mask.batch == 0 && p.sequences > 1) || (params.grad_mask.head == 0 && p.heads_q > 1) ||
+       (params.grad_mask.row == 0 && p.rows_q > 1) || (params.grad_mask.dim == 0 && p.seqlen_k > 1));
 
   // Queries, output gradients, keys and values are packed for each product they are in: as rows or (transposed) columns
   // where it sums along head_dim, across the rows where it sums over queries or keys.
   struct Workspace {
     Arena arena;
     const Backward& b;
-    E* q = arena.take<E>(tile_queries * b.depth_padded);                 // [tile_queries][depth_padded]
-    E* q_columns = arena.take<E>(tile_queries * b.depth_padded);         // [depth_padded][tile_queries]
-    E* q_across = arena.take<E>(packed_queries * b.dim_padded);          // [packed_queries][dim_padded]
-    E* grad_o = arena.take<E>(tile_queries * b.depth_v_padded);          // [tile_queries][depth_v_padded]
-    E* grad_o_columns = arena.take<E>(tile_queries * b.depth_v_padded);  // [depth_v_padded][tile_queries]
-    E* grad_o_across = arena.take<E>(packed_queries * b.dim_v_padded);   // [packed_queries][dim_v_padded]
-    E* k = arena.take<E>(tile_keys * b.depth_padded);                    // [tile_keys][depth_padded]
-    E* k_across = arena.take<E>(packed_keys * b.dim_padded);             // [packed_keys][dim_padded]
-    E* v = arena.take<E>(tile_keys * b.depth_v_padded);                  // [tile_keys][depth_v_padded]
+    E* q = arena.take<E>(tile_queries * b.depth_padded);                   // [tile_queries][depth_padded]
+    E* q_columns = arena.take<E>(tile_queries * b.depth_padded);           // [depth_padded][tile_queries]
+    E* q_across = arena.take<E>(packed_queries * b.dim_padded);            // [packed_queries][dim_padded]
+    E* grad_out = arena.take<E>(tile_queries * b.depth_v_padded);          // [tile_queries][depth_v_padded]
+    E* grad_out_columns = arena.take<E>(tile_queries * b.depth_v_padded);  // [depth_v_padded][tile_queries]
+    E* grad_out_across = arena.take<E>(packed_queries * b.dim_v_padded);   // [packed_queries][dim_v_padded]
+    E* k = arena.take<E>(tile_keys * b.depth_padded);                      // [tile_keys][depth_padded]
+    E* k_across = arena.take<E>(packed_keys * b.dim_padded);               // [packed_keys][dim_padded]
+    E* v = arena.take<E>(tile_keys * b.depth_v_padded);                    // [tile_keys][depth_v_padded]
 
     A* s = arena.take<A>(tile_keys * tile_queries);          // [tile_keys][tile_queries]
     A* grad_p = arena.take<A>(tile_keys * tile_queries);     // [tile_keys][tile_queries]
     A* grad_bias = arena.take<A>(tile_keys * tile_queries);  // [tile_keys][tile_queries]
     E* weights = arena.take<E>(tile_keys * packed_queries);  // [tile_keys][packed_queries]
     E* grad_s = arena.take<E>(tile_keys * packed_queries);   // [tile_keys][packed_queries]
-    E* grad_s_across =
-        kDepth<E> == 1 ? grad_s : arena.take<E>(packed_keys * tile_queries);  // [packed_keys][tile_queries]
-    A* lse_error = arena.take<A>(tile_queries);                               // [tile_queries]
-    A* lse = arena.take<A>(tile_queries);                                     // [tile_queries]
-    A* delta = arena.take<A>(tile_queries);                                   // [tile_queries]
-    A* mask = arena.take<A>(Scores::mask_elements(b.p));
+    // [packed_keys][tile_queries]; grad_s itself where elements are not packed in pairs
+    E* grad_s_across = kDepth<E> == 1 ? grad_s : arena.take<E>(packed_keys * tile_queries);
+    A* lse = arena.take<A>(tile_queries);                 // [tile_queries]
+    A* lse_error = arena.take<A>(tile_queries);           // [tile_queries]
+    A* delta = arena.take<A>(tile_queries);               // [tile_queries]
+    A* mask = arena.take<A>(Scores::mask_elements(b.p));  // [mask_elements], for Scores
+    // [tile_keys][tile_queries]
+    double* grad_mask = arena.take<double>(b.mask_is_broadcast ? tile_keys * tile_queries : 0);
 
     A* grad_k = arena.take<A>(tile_keys * b.dim_padded);    // [tile_keys][dim_padded]
     A* grad_v = arena.take<A>(tile_keys * b.dim_v_padded);  // [tile_keys][dim_v_padded]
@@ -105,6 +112,10 @@ template <class T> class Backward {
     runner.run(all.grad_q.count(), [&](int64_t worker, int64_t index) {
       run_task(all.grad_q[index], workspace(scratch + worker * bytes), all);
     });
+    if (mask_is_broadcast)
+      runner.run(mask_tiles(), [&](int64_t worker, int64_t index) {
+        sum_grad_mask(index, workspace(scratch + worker * bytes), all);
+      });
     if (params.grad_sinks) runner.run(p.heads_q, [&](int64_t, int64_t h) { sum_grad_sink(h, all); });
   }
 
@@ -113,11 +124,11 @@ template <class T> class Backward {
     const int64_t b = row / p.rows_q / p.heads_q, h = row / p.rows_q % p.heads_q, i = row % p.rows_q;
     A delta = 0;
     if (params.grad_out.data) {
-      A o[kMaxHeadDim], grad_o[kMaxHeadDim];
-      widen(at<T>(p.out, b, h, i), p.out.dim, p.head_dim_v, dim_v_padded, o);
-      widen(at<T>(params.grad_out, b, h, i), params.grad_out.dim, p.head_dim_v, dim_v_padded, grad_o);
+      A out[kMaxHeadDim], grad_out[kMaxHeadDim];
+      widen(at<T>(p.out, b, h, i), p.out.dim, p.head_dim_v, dim_v_padded, out);
+      widen(at<T>(params.grad_out, b, h, i), params.grad_out.dim, p.head_dim_v, dim_v_padded, grad_out);
       V sums(0);
-      for (int64_t d = 0; d < dim_v_padded; d += V::lanes) sums = sums + V::load(o + d) * V::load(grad_o + d);
+      for (int64_t d = 0; d < dim_v_padded; d += V::lanes) sums = sums + V::load(out + d) * V::load(grad_out + d);
       delta += sums.fold([](A a, A b) { return a + b; });
     }
     if (params.grad_lse.data) delta -= *at<A>(params.grad_lse, b, h, i);
@@ -131,7 +142,7 @@ template <class T> class Backward {
   // One tile of keys against all queries that see it.
   void run_task(typename Sums::Task task, const Workspace& w, Shared& all) const {
     A* grad_q = all.grad_q.begin(task);  // [heads that share the kv head][seqlen_q][dim_padded]
-    const KeyTile t = key_tile(task);
+    const KeyTile t = key_tile(task.sum / p.heads_kv, task.sum % p.heads_kv, task.task);
     const Band& band = t.sequence.band;
     const int64_t first_query = band.first_query(t.j0),
                   end_query = min(t.sequence.q_len, band.end_query(t.j0 + t.keys));
@@ -139,26 +150,28 @@ template <class T> class Backward {
       pack_keys(t, w);
       for (int64_t g = 0; g < p.group(); g++)
         for (int64_t tile = first_query / tile_queries; max(first_query, tile * tile_queries) < end_query; tile++) {
-          const int64_t i = tile * tile_queries, queries = min(tile_queries, t.sequence.q_len - i);
-          const KeyRange seen = KeyRange{0, t.keys}.seen(band, i, i + queries, t.j0);
-          const QueryTile q{t.kv_head * p.group() + g, i, queries, seen};
+          const QueryTile q = query_tile(t, t.kv_head * p.group() + g, tile);
           pack_queries(t, q, w, all);
           multiply_scores(q, w);
           weigh_tile(t, q, w);
-          if (params.grad_mask.data) store_grad_mask(t, q, w);
+          if (params.grad_mask.data && !mask_is_broadcast) store_grad_mask(t, q, w);
           add_grad_keys(q, w);
           all.grad_q.in_turn(task, g * query_tiles + tile,
-                             [&] { add_grad_queries(q, w, grad_q + (g * seqlen_q + i) * dim_padded); });
+                             [&] { add_grad_queries(q, w, grad_q + (g * seqlen_q + q.i) * dim_padded); });
         }
       store_grad_keys(t, w);
     }
     all.grad_q.end(task, [&] { store_grad_queries(t, grad_q); });
   }
 
-  KeyTile key_tile(typename Sums::Task task) const {
-    const int64_t b = task.sum / p.heads_kv, j0 = task.task * tile_keys;
+  KeyTile key_tile(int64_t b, int64_t kv_head, int64_t tile) const {
     const Sequence s = sequence(p, b);
-    return {s, b, task.sum % p.heads_kv, j0, min(tile_keys, s.band.kv_len - j0)};
+    const int64_t j0 = tile * tile_keys;
+    return {s, b, kv_head, j0, min(tile_keys, s.band.kv_len - j0)};
+  }
+  QueryTile query_tile(const KeyTile& t, int64_t h, int64_t tile) const {
+    const int64_t i = tile * tile_queries, queries = min(tile_queries, t.sequence.q_len - i);
+    return {h, i, queries, KeyRange{0, t.keys}.seen(t.sequence.band, i, i + queries, t.j0)};
   }
 
   // The elements of packed rows.
@@ -183,9 +196,9 @@ template <class T> class Backward {
     pack(query_rows<T>(p.query, s, q.h), q.i, q.queries, tile_queries, p.head_dim, depth_padded, w.q);
     if (params.grad_out.data)
       pack(query_rows<T>(params.grad_out, s, q.h), q.i, q.queries, tile_queries, p.head_dim_v, depth_v_padded,
-           w.grad_o);
+           w.grad_out);
     else
-      std::memset(static_cast<void*>(w.grad_o), 0, tile_queries * depth_v_padded * sizeof(E));
+      std::memset(static_cast<void*>(w.grad_out), 0, tile_queries * depth_v_padded * sizeof(E));
     const A* delta = all.delta + (s.q_batch * p.heads_q + q.h) * p.rows_q + s.q_row + q.i;
     for (int64_t r = 0; r < tile_queries; r++) {
       const bool exists = r < q.queries;
@@ -195,12 +208,12 @@ template <class T> class Backward {
       w.delta[r] = exists ? delta[r] : A(0);
       if (!is_empty(w.lse[r])) continue;
       std::memset(static_cast<void*>(w.q + r * depth_padded), 0, depth_padded * sizeof(E));
-      std::memset(static_cast<void*>(w.grad_o + r * depth_v_padded), 0, depth_v_padded * sizeof(E));
+      std::memset(static_cast<void*>(w.grad_out + r * depth_v_padded), 0, depth_v_padded * sizeof(E));
     }
     transpose(w.q, depth_padded, tile_queries, depth_padded, w.q_columns, tile_queries);
-    transpose(w.grad_o, depth_v_padded, tile_queries, depth_v_padded, w.grad_o_columns, tile_queries);
+    transpose(w.grad_out, depth_v_padded, tile_queries, depth_v_padded, w.grad_out_columns, tile_queries);
     pack_across(elements(w.q, depth_padded), 0, q.queries, p.head_dim, dim_padded, w.q_across);
-    pack_across(elements(w.grad_o, depth_v_padded), 0, q.queries, p.head_dim_v, dim_v_padded, w.grad_o_across);
+    pack_across(elements(w.grad_out, depth_v_padded), 0, q.queries, p.head_dim_v, dim_v_padded, w.grad_out_across);
     make_finite(w.q_across, ceil_div(q.queries, kDepth<E>) * dim_padded);
   }
 
@@ -210,7 +223,7 @@ template <class T> class Backward {
       decode_scores(q, w);
     else
       set_product(w.k, depth_padded, w.q_columns, q.keys, ceil_div(p.head_dim, kDepth<E>), w.s);
-    set_product(w.v, depth_v_padded, w.grad_o_columns, q.keys, ceil_div(p.head_dim_v, kDepth<E>), w.grad_p);
+    set_product(w.v, depth_v_padded, w.grad_out_columns, q.keys, ceil_div(p.head_dim_v, kDepth<E>), w.grad_p);
   }
 
   // The same scores, each summed in the order of the decode kernel, which computed lse. In another order a score of 100
@@ -242,7 +255,7 @@ template <class T> class Backward {
     }
   }
 
-  // The same for one panel, which begins at a column of the tile.
+  // The same for the panel of queries that begins at `column` of the tile.
   template <bool masked>
   HOT void weigh_panel(const Scores& score, int64_t column, KeyRange keys, const Workspace& w) const {
     const V scale(p.scale);
@@ -279,7 +292,7 @@ template <class T> class Backward {
   // dV += P^T dO and dK += dS^T Q
   void add_grad_keys(const QueryTile& q, const Workspace& w) const {
     const int64_t begin = q.keys.begin, depth = ceil_div(q.queries, kDepth<E>);
-    add_product(Left<E>{w.weights + begin * packed_queries, packed_queries, 1}, w.grad_o_across, dim_v_padded,
+    add_product(Left<E>{w.weights + begin * packed_queries, packed_queries, 1}, w.grad_out_across, dim_v_padded,
                 q.keys.count(), p.head_dim_v, depth, w.grad_v + begin * dim_v_padded);
     add_product(Left<E>{w.grad_s + begin * packed_queries, packed_queries, 1}, w.q_across, dim_padded, q.keys.count(),
                 p.head_dim, depth, w.grad_k + begin * dim_padded);
@@ -323,6 +336,58 @@ template <class T> class Backward {
       for (int64_t j = q.keys.begin; j < q.keys.end; j++)
         at<A>(params.grad_mask, t.b, q.h, q.i + r)[(t.j0 + j) * params.grad_mask.dim] =
             w.grad_bias[j * tile_queries + r];
+  }
+
+  // The gradient of a broadcast mask, by tiles: along an axis that is broadcast there is one, which stands for all.
+  int64_t mask_tiles() const {
+    const Tensor4& x = params.grad_mask;
+    return (x.batch ? p.sequences : 1) * (x.head ? p.heads_q : 1) * (x.row ? query_tiles : 1) * (x.dim ? key_tiles : 1);
+  }
+  // A task owns one of them, and goes through all tiles of scores that it stands for, in order. They are computed a
+  // second time here: so the sum has one order, and needs no memory of the size of the scores.
+  void sum_grad_mask(int64_t index, const Workspace& w, const Shared& all) const {
+    const Tensor4& x = params.grad_mask;
+    struct Range {
+      int64_t begin, end;
+    };
+    auto along = [&](int64_t stride, int64_t count) {
+      if (stride == 0) return Range{0, count};
+      const int64_t own = index % count;
+      index /= count;
+      return Range{own, own + 1};
+    };
+    const Range bs = along(x.batch, p.sequences), heads = along(x.head, p.heads_q);
+    const Range q_tiles = along(x.row, query_tiles), k_tiles = along(x.dim, key_tiles);
+
+    std::fill_n(w.grad_mask, tile_keys * tile_queries, 0.0);
+    for (int64_t b = bs.begin; b < bs.end; b++)
+      for (int64_t h = heads.begin; h < heads.end; h++)
+        for (int64_t k_tile = k_tiles.begin; k_tile < k_tiles.end; k_tile++) {
+          const KeyTile t = key_tile(b, h / p.group(), k_tile);
+          if (t.keys <= 0) break;
+          pack_keys(t, w);
+          for (int64_t q_tile = q_tiles.begin; q_tile < q_tiles.end; q_tile++) {
+            const QueryTile q = query_tile(t, h, q_tile);
+            if (q.keys.count() <= 0) continue;
+            pack_queries(t, q, w, all);
+            multiply_scores(q, w);
+            weigh_tile(t, q, w);
+            for (int64_t j = q.keys.begin; j < q.keys.end; j++)
+              for (int64_t r = 0; r < q.queries; r++)
+                w.grad_mask[j * tile_queries + r] += w.grad_bias[j * tile_queries + r];
+          }
+        }
+
+    const int64_t i0 = q_tiles.begin * tile_queries, j0 = k_tiles.begin * tile_keys;
+    const int64_t queries = min(tile_queries, seqlen_q - i0), keys = min(tile_keys, p.seqlen_k - j0);
+    const int64_t each_query = x.row ? 1 : queries, each_key = x.dim ? 1 : keys;  // summed into one element
+    for (int64_t j = 0; j < keys; j += each_key)
+      for (int64_t r = 0; r < queries; r += each_query) {
+        double sum = 0;
+        for (int64_t key = j; key < j + each_key; key++)
+          for (int64_t query = r; query < r + each_query; query++) sum += w.grad_mask[key * tile_queries + query];
+        at<A>(x, bs.begin, heads.begin, i0 + r)[(j0 + j) * x.dim] = A(sum);
+      }
   }
 
   // A sink is a key whose value is 0: its gradient is its dS, summed over all rows of its head.

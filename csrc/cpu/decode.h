@@ -65,9 +65,10 @@ template <class T> class Decode {
   void run_split(const Unit& u, int64_t split, const Workspace& w, const RowStates<A>& states) const {
     const Band& band = u.sequence.band;
     states.clear();
-    int64_t begin = max(split * split_size, band.first(0) / tile_keys * tile_keys);
-    int64_t end = min((split + 1) * split_size, band.end(u.queries - 1));
-    if (begin >= end) return;
+    const int64_t first = max(split * split_size, band.first(0));
+    const int64_t end = min((split + 1) * split_size, band.end(u.queries - 1));
+    if (first >= end) return;
+    const int64_t begin = first / tile_keys * tile_keys;
 
     for (int64_t r = 0; r < rows; r++) {
       int64_t i = r % p.seqlen_q;

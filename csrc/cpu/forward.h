@@ -36,7 +36,7 @@ template <class T> class Forward {
     A* s = arena.take<A>(tile_keys * panel);                   // [tile_keys][panel]
     E* weights = reinterpret_cast<E*>(s);                      // [packed_keys][panel], in place of s
     A* o_rows = arena.take<A>(tile_queries * f.dim_v_padded);  // [tile_queries][dim_v_padded]
-    A* mask = arena.take<A>(Scores::mask_elements(f.p));
+    A* mask = arena.take<A>(Scores::mask_elements(f.p));       // [mask_elements], for Scores
     RowStates<A> states = f.take_states(arena), total = f.take_states(arena);
   };
   // One step: a panel of queries, [i, i + queries), takes in a tile of keys, whose first one is j0.
@@ -65,8 +65,8 @@ template <class T> class Forward {
   // acc is [panels][dim_v_padded][panel].
   RowStates<A> take_states(Arena& arena) const { return {arena, tile_queries, dim_v_padded}; }
 
-  // Longest tiles first, for balance: in a causal call those of the last queries, else the first ones, as the last tile
-  // of a sequence may be short.
+  // Longest tiles first, for balance: in a causal call the last ones; else the first ones, because the last tile of a
+  // sequence may be short.
   Unit unit(int64_t index) const {
     int64_t heads = p.sequences * p.heads_q, bh = index % heads, t = index / heads;
     if (p.window.right < kUnbounded) t = tiles - 1 - t;
@@ -79,9 +79,10 @@ template <class T> class Forward {
   void run_split(const Unit& u, int64_t split, const Workspace& w, const RowStates<A>& states) const {
     const Band& band = u.sequence.band;
     states.clear();
-    int64_t begin = max(split * split_size, band.first(u.i0) / tile_keys * tile_keys);
-    int64_t end = min((split + 1) * split_size, band.end(u.i0 + u.queries - 1));
-    if (begin >= end) return;
+    const int64_t first = max(split * split_size, band.first(u.i0));
+    const int64_t end = min((split + 1) * split_size, band.end(u.i0 + u.queries - 1));
+    if (first >= end) return;
+    const int64_t begin = first / tile_keys * tile_keys;
 
     // Q^T
     const int64_t rows = round_up(u.queries, panel);

@@ -39,7 +39,7 @@ template <class A> class OrderedSums {
         left_(arena.take<Counter>(slots_)),
         passed_(arena.take<Counter>(sums * tasks)) {}
 
-  // Before the first task.
+  // Must run before the first task.
   void reset() {
     for (int64_t i = 0; i < slots_; i++) new (left_ + i) Counter(0);
     for (int64_t i = 0; i < sums_ * tasks_; i++) new (passed_ + i) Counter(0);
@@ -49,8 +49,8 @@ template <class A> class OrderedSums {
     int64_t sum, task;
   };
   int64_t count() const { return sums_ * tasks_; }
-  // The tasks in the order in which they must start, so that whatever a task waits for has started before it. As many
-  // sums as there are slots go on side by side: a task rarely has to wait.
+  // The tasks in the order in which they must start: a task only waits for tasks before it. Sums take turns, as many as
+  // there are slots, so a task rarely has to wait.
   Task operator[](int64_t index) const {
     const int64_t block = index / (slots_ * tasks_), rest = index % (slots_ * tasks_);
     const int64_t side_by_side = min(slots_, sums_ - block * slots_);
@@ -73,7 +73,7 @@ template <class A> class OrderedSums {
     add();
     set(passed[0], part + 1);
   }
-  // Ends the task. The last task of a sum runs take(), which takes the finished sum out of the memory.
+  // Ends the task. The last task of a sum runs take(), which copies the finished sum out of the memory.
   template <class Take> void end(Task t, Take&& take) {
     Counter* passed = passed_ + t.sum * tasks_ + t.task;
     if (t.task > 0) wait_for(passed[-1], kAllParts);

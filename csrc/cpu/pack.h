@@ -17,9 +17,11 @@ template <class T> struct Rows {
   int64_t row_stride, dim_stride;
   IntVector pages{};
   int64_t page_size = 0, page_stride = 0;
+  int64_t first_seen = 0;  // no query sees an earlier row; its page may be gone, so this row is read in its place
 
   INLINE const T* operator[](int64_t j) const {
     if (!pages) return data + j * row_stride;
+    j = max(j, first_seen);
     return data + pages[j / page_size] * page_stride + j % page_size * row_stride;
   }
 };
@@ -33,7 +35,8 @@ template <class T> INLINE Rows<T> query_rows(const Tensor4& x, const Sequence& s
 template <class T> INLINE Rows<T> key_rows(const AttentionParams& p, const Tensor4& x, const Sequence& s, int64_t b,
                                            int64_t h) {
   if (p.block_table)
-    return {at<T>(x, 0, h, 0), x.row, x.dim, p.block_table.advanced(b * p.block_table_row), p.page_size, x.batch};
+    return {at<T>(x, 0, h, 0), x.row,   x.dim,          p.block_table.advanced(b * p.block_table_row),
+            p.page_size,       x.batch, s.band.first(0)};
   return {at<T>(x, s.k_batch, h, s.k_row), x.row, x.dim};
 }
 
@@ -45,7 +48,12 @@ template <class T, class A> INLINE void widen(const T* from, int64_t dim_stride,
     if (dim_stride == 1)
       for (; d + lanes <= dims; d += lanes) store(load(from + d), to + d);
   }
-  for (; d < dims; d++) to[d] = A(to_float(from[d * dim_stride]));
+  for (; d < dims; d++) {
+    if constexpr (std::is_same_v<T, double> && std::is_same_v<A, float>)
+      to[d] = bias_of(from[d * dim_stride]);  // only masks have another type than the rows of query and key
+    else
+      to[d] = A(to_float(from[d * dim_stride]));
+  }
   for (; d < padded; d++) to[d] = A(0);
 }
 INLINE void widen(const bf16* from, int64_t dim_stride, int64_t dims, int64_t padded, bf16x2* to) {

@@ -33,8 +33,8 @@ template <class A> struct RowStates {
   }
 };
 
-// The keys of each unit of query rows are taken in splits. A split leaves the states of the unit's rows; the states of
-// all splits are folded in order, so the bits do not depend on who computed them. The kernel has
+// Runs a kernel that takes the keys of each unit of query rows in splits. A split leaves the states of the unit's rows;
+// the states of all splits are folded in order, so the bits do not depend on who computed them. The kernel has
 //     units, splits              how many there are
 //     splits_in_parallel(n)      whether n workers take the splits of a unit side by side; never with one split
 //     workspace(memory), take_states(arena)

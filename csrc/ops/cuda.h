@@ -9,6 +9,7 @@ namespace flashsoftmax {
 
 // While a Current(like) lives the device of the tensor is the current one, and stream() that device's stream.
 template <class Current> struct CudaDevice {
+  static constexpr bool kSumsGradMask = false;
   // Only on request: to read them is to wait for the GPU, which a graph that is being captured cannot.
   static bool reads_lengths(const Tensor& like) {
     const char* wanted = std::getenv("FLASHSOFTMAX_CHECK");

@@ -15,8 +15,17 @@ inline Tensor scratch(const Tensor& like, int64_t bytes) {
   return torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
 }
 
+// x, summed over the axes in which `shape` has the size 1.
+inline Tensor summed_to(const Tensor& x, const std::vector<int64_t>& shape) {
+  std::vector<int64_t> axes;
+  for (int64_t d = 0; d < x.dim(); d++)
+    if (shape[d] == 1 && x.size(d) != 1) axes.push_back(d);
+  return axes.empty() ? x : torch::stable::sum(x, torch::headeronly::IntHeaderOnlyArrayRef(axes), /*keepdim=*/true);
+}
+
 // Device::attention(params, like) and its siblings run a kernel on checked parameters; `like` is a tensor on the device.
-// Device::reads_lengths(like) says whether the values of lengths are checked here; if not, the kernels guard against bad
+// Device::kSumsGradMask says whether the backward sums the gradient of a mask over its broadcast axes; if not, it writes a
+// gradient per score. Device::reads_lengths(like) says whether the values of lengths are checked here; if not, the kernels guard against bad
 // ones.
 template <class Device> struct Operators {
   static std::tuple<Tensor, Tensor, Tensor> attention(
@@ -37,7 +46,7 @@ template <class Device> struct Operators {
     };
     Tensor lse = statistics(), lse_error = statistics();
     if (unread) torch::stable::fill_(lse, kHidden);
-    torch::stable::zero_(lse_error);
+    if (unread) torch::stable::zero_(lse_error);
     p.out = view(out);
     p.lse = view(lse);
     p.lse_error = view(lse_error);
@@ -75,7 +84,9 @@ template <class Device> struct Operators {
     Tensor grad_query = empty_like_layout(query, p.head_dim, unread);
     Tensor grad_key = empty_like_layout(key, p.head_dim, /*zero=*/true);
     Tensor grad_value = empty_like_layout(value, p.head_dim_v, /*zero=*/true);
-    Tensor grad_mask = torch::stable::new_zeros(lse, mask_grad ? sizes(*attn_mask) : std::vector<int64_t>{0});
+    std::vector<int64_t> mask_shape{0};
+    if (mask_grad) mask_shape = Device::kSumsGradMask ? sizes(*attn_mask) : scores_shape(p);
+    Tensor grad_mask = torch::stable::new_zeros(lse, mask_shape);
     Tensor grad_sinks = torch::stable::new_zeros(lse, {sinks ? p.heads_q : 0});
 
     p.out = view(out);
@@ -89,6 +100,7 @@ template <class Device> struct Operators {
     if (mask_grad) grad.grad_mask = broadcast_view(grad_mask);
     if (sinks) grad.grad_sinks = grad_sinks.data_ptr();
     if (lse.numel() > 0) Device::attention_grad(grad, query);
+    if (mask_grad && !Device::kSumsGradMask) grad_mask = summed_to(grad_mask, sizes(*attn_mask));
     return {grad_query, grad_key, grad_value, grad_mask, grad_sinks};
   }
 

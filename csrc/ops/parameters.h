@@ -92,6 +92,10 @@ class OnHost {
   std::vector<Tensor> copies_;
 };
 
+inline std::vector<int64_t> scores_shape(const AttentionParams& p) {
+  return {p.sequences, p.heads_q, p.rows_q, p.seqlen_k};
+}
+
 // The shapes and dtypes of query, key and value.
 inline void check_operands(const AttentionArguments& a) {
   const Tensor &query = a.query, &key = a.key, &value = a.value;
@@ -182,7 +186,7 @@ inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   if (a.attn_mask) {
     const Tensor& mask = *a.attn_mask;
     check(!p.cu_seqlens_q, "attn_mask: given together with cu_seqlens, wanted without");
-    const std::vector<int64_t> scores{p.sequences, p.heads_q, p.rows_q, p.seqlen_k};
+    const std::vector<int64_t> scores = scores_shape(p);
     bool fits = mask.dim() == 4;
     for (int64_t d = 0; fits && d < 4; d++) fits = mask.size(d) == scores[d] || mask.size(d) == 1;
     check(fits, "attn_mask: shape ", shape(sizes(mask)), ", wanted one broadcastable to ", shape(scores));

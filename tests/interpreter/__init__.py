@@ -1,4 +1,4 @@
-"""The GPU that we test on: executes the PTX that nvcc makes of our kernels on the CPU, and checks what they do.
+"""Executes the PTX of CUDA kernels on the CPU, and checks what they do.
 
     import interpreter                                    # tests/ is on the path of pytest
 
@@ -7,31 +7,33 @@
         out, lse = torch.ops.flashsoftmax_interpreted.attention(...)     # on CPU tensors, the schema of flashsoftmax
     print(run.launches[0])                                # what each kernel did: see Launched
 
-The launchers of csrc/cuda run as they are: the CUDA runtime that they call is the interpreter, whose device pointers
-are pointers of the host, and whose streams run what they are given at once. A session begins with a seed: 0 runs warps
-and blocks in order, each other seed interleaves them in its own way. What a kernel must not do raises Fault, which says
-what, in which kernel, at which line of CUDA and of PTX, block and thread, and leaves the session:
+The launchers of csrc/cuda run unchanged: the CUDA runtime that they call is the interpreter. Its device pointers are
+host pointers, and everything runs synchronously. With seed 0, a session runs warps and blocks in order; every other
+seed interleaves them differently. The first error of a kernel ends the session and raises Fault, which names the
+kernel, the line of CUDA and of PTX, the block and the thread. Errors are
 
-- global memory: out of the bounds of a tensor (also between its rows), misaligned, a write to an input, a read of what
-  nobody wrote, an output that was not written; two blocks of one launch at one address, unless they only read or are
-  atomic;
-- shared memory: out of bounds, misaligned, a read of what nobody wrote, races between warps and between the lanes of a
-  warp, cp.async that was not waited for;
-- registers that have no value, where that decides on an address, a branch or what is stored;
-- barriers that not all reach, lanes that wait for each other, deadlock;
-- an instruction, or a modifier of one, that the interpreter does not know.
+- accesses out of bounds or misaligned. A pointer belongs to one tensor: an access that leaves it is an error even if it
+  lands in another tensor, and so is one between a tensor's rows;
+- writes to an input, outputs that are not written, reads of global memory that nobody wrote;
+- uses of uninitialised registers, shared or local memory: in an address, a branch, an atomic or a vote, or stored to
+  global memory. Merely to load, copy or compute with such a value is no error;
+- races on shared and global memory between lanes, warps or blocks: accesses without a barrier, __syncwarp, mbarrier,
+  acquire and release, or fence and atomic between them. Threads of one block may store equal values to one address;
+- cp.async that is not waited for, or whose source or destination is overwritten before that;
+- deadlock, barriers that not all threads reach, spin loops that wait for what no thread writes;
+- instructions, or modifiers of instructions, that the interpreter does not know.
 
-Kernels without an operator, from a test or a file of one's own:
+Kernels from any .cu file:
 
     module = interpreter.compile("kernel.cu")             # or interpreter.Module(ptx)
     with interpreter.session() as run:
-        run.input("x", x)                                 # tensors that it may read
-        run.output("y", y)                                # or must write; poisoned with NaN
+        run.input("x", x)                                 # a tensor that kernels may read
+        run.output("y", y)                                # one that they must write; poisoned with NaN
         module.launch("kernel", grid=(2, 1, 1), block=(128,), shared=0, arguments=[x, y, 3, 0.5])
                                                           # int: int32, float: float32; other types: bytes
-    library = interpreter.load("name", ["kernel.cu", "launcher.cpp"])    # a ctypes library with launchers of its own
+    library = interpreter.load("name", ["kernel.cu", "launcher.cpp"])    # a ctypes library with its own launchers
 
-Without nvcc or g++ `unavailable()` says so, and everything else raises RuntimeError.
+Without nvcc or g++, `unavailable()` says what is missing, and everything else raises RuntimeError.
 From the command line: python -m tests.interpreter --help
 """
 
@@ -60,12 +62,12 @@ NAMESPACE = "flashsoftmax_interpreted"
 
 
 class Fault(RuntimeError):
-    """What a kernel did that it must not. The message is the whole report."""
+    """An error of a kernel. The message is the whole report."""
 
 
 @dataclass(frozen=True)
 class Banks:
-    """Accesses of shared memory by one kind of instruction, and the passes over the banks that they take."""
+    """Accesses to shared memory by one kind of instruction, and the passes over the banks that they took."""
 
     accesses: int
     wavefronts: int
@@ -78,7 +80,7 @@ class Banks:
 
 @dataclass(frozen=True)
 class Launched:
-    """What one launch of a kernel did. Bytes and sectors (of 32 bytes) are of global memory."""
+    """Counts of one launch. Bytes and sectors (of 32 bytes) are those of global memory."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -107,7 +109,7 @@ def _place(x: Tensor) -> tuple[int, list[int], list[int], int]:
 
 @dataclass
 class Run:
-    """A session of the device."""
+    """A session: its launches so far, and the tensors that it may access."""
 
     launches: list[Launched] = field(default_factory=list)
     _outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -116,10 +118,14 @@ class Run:
         build.core().declare_input(name, *_place(x))
 
     def output(self, name: str, x: Tensor) -> None:
-        """To be written whole before the session ends."""
+        """An output: every element must be written before the session ends."""
         x.view(torch.uint8).fill_(0xFF) if x.is_contiguous() and x.dim() else x.fill_(float("nan"))
         build.core().declare_output(name, *_place(x))
         self._outputs[name] = x
+
+    def memory(self, name: str, x: Tensor) -> None:
+        """A tensor that has values and may be read and written."""
+        build.core().declare_memory(name, *_place(x))
 
     def check_written(self, outputs: dict[str, Tensor]) -> None:
         for name, x in outputs.items():
@@ -134,7 +140,7 @@ class Run:
 
 
 class _Operators(TorchDispatchMode):
-    """Tells the device of the tensors that an operator is called with, and checks what it returns."""
+    """Declares the tensors that an operator is called with, and checks that its results are written."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -171,7 +177,7 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def session(seed: int = 0, *, max_instructions: int = 1 << 32) -> Iterator[Run]:
-    """Everything that runs on the device until it ends. Raises the first fault of a kernel."""
+    """Raises the first fault of the kernels that run in it."""
     core = build.core()
     core.begin(seed, max_instructions)
     run = Run()
@@ -193,7 +199,7 @@ def session(seed: int = 0, *, max_instructions: int = 1 << 32) -> Iterator[Run]:
 
 
 class Module:
-    """The kernels of a text in PTX."""
+    """The kernels of a PTX text."""
 
     def __init__(self, ptx: str) -> None:
         self.ptx = ptx
@@ -204,7 +210,7 @@ class Module:
         return list(self._module.kernels())
 
     def unknown(self) -> list[str]:
-        """What the interpreter does not know of the kernels."""
+        """The statements of the kernels that the interpreter cannot execute."""
         return [text for kernel in self.kernels for text in self._module.unknown(kernel)]
 
     def launch(
@@ -214,12 +220,13 @@ class Module:
         block: Sequence[int] = (32,),
         arguments: Sequence[Tensor | int | float | bytes] = (),
         shared: int = 0,
+        cooperative: bool = False,
     ) -> None:
-        """kernel: its name, or a part of it that no other has."""
+        """kernel: its name, or a part of it that no other has. cooperative: all blocks are resident at once."""
         names = [name for name in self.kernels if name == kernel] or [name for name in self.kernels if kernel in name]
         if len(names) != 1:
             raise ValueError(f"kernel: {kernel!r} is in {len(names)} of {self.kernels}, wanted 1")
-        self._module.launch(names[0], list(grid), list(block), shared, [_bytes(x) for x in arguments])
+        self._module.launch(names[0], list(grid), list(block), shared, [_bytes(x) for x in arguments], cooperative)
 
 
 def _bytes(x: Tensor | int | float | bytes) -> bytes:
@@ -236,20 +243,20 @@ def _wanted() -> None:
 
 
 def compile(source: str | Path, flags: Sequence[str] = ()) -> Module:
-    """The kernels of a .cu file."""
+    """Compiles a .cu file to its kernels."""
     _wanted()
     return Module(build.ptx(Path(source).resolve(), flags))
 
 
 def load(name: str, sources: Sequence[str | Path], flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """A library of .cu and .cpp files, whose CUDA runtime is the interpreter."""
+    """A library of .cu and .cpp files, linked to the interpreter as its CUDA runtime."""
     _wanted()
     return ctypes.CDLL(str(build.launcher_library(name, [Path(source).resolve() for source in sources], flags)))
 
 
 @cache
 def operators() -> Any:
-    """torch.ops.flashsoftmax_interpreted, of the sources as they are."""
+    """torch.ops.flashsoftmax_interpreted, built from the current sources."""
     _wanted()
     sources = [build.HERE / "operators.cpp", *sorted((build.ROOT / "csrc/cuda").rglob("*.cu"))]
     torch.ops.load_library(str(build.launcher_library("operators", sources)))

@@ -1,4 +1,4 @@
-"""Runs one case of tests/cases.py on the interpreter, and prints what its kernels did, or the first fault."""
+"""Runs one case of tests/cases.py on the interpreter, and prints the counts of its kernels or the first fault."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import interpreter  # noqa: E402
 from cases import CASES, Case  # noqa: E402
 
 console = Console()
-DEFAULT = {"forward": "65x65-dim-96", "decode": "decode-1", "backward": "heads-6-2", "merge": "17x1"}  # cases
+DEFAULT = {"forward": "65x65-dim-96", "decode": "decode-1", "backward": "heads-6-2", "merge": "17x1"}  # ids of cases
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def attention_arguments(case: Case, dtype: torch.dtype) -> dict[str, object]:
-    """Of the operator, for a case."""
+    """The operator's arguments for a case."""
     inputs = case.inputs(dtype)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     left, right = inputs["window"] or (None, None)

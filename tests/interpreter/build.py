@@ -1,4 +1,4 @@
-"""Compiles the interpreter, and what runs on it. A result is kept under the hash of everything that it is made of."""
+"""Compiles the interpreter and the kernels. Results are cached by a hash of their sources, command and machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TORCH = Path(torch.__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "flashsoftmax-interpreter"
 
 CXX = ["-O3", "-g0", "-fPIC", "-Wall", "-Wextra"]
-# Fixed rounding of what is known to the compiler would be the rounding of the host, and not that of an instruction.
+# -frounding-math: or the compiler would compute constants with the default rounding rather than the instruction's.
 CORE = ["-std=c++20", *CXX, "-march=native", "-fwrapv", "-frounding-math", "-fno-strict-aliasing"]
 OPERATORS = ["-std=c++17", "-O1", *CXX[1:], "-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
 NVCC = ["-std=c++17", "-O3", "-lineinfo", "-gencode=arch=compute_80,code=compute_80"]
@@ -42,13 +42,13 @@ class BuildError(RuntimeError):
 
 @cache
 def cuda_home() -> Path | None:
-    """Where the first toolkit of CUDA 13 is."""
+    """The directory of the first CUDA 13 toolkit."""
     return next((home for home, release in toolkits() if release.startswith("13.")), None)
 
 
 @cache
 def unavailable() -> str | None:
-    """Why nothing can be interpreted here."""
+    """Why the interpreter cannot run here, or None if it can."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"the interpreter wants Linux on x86_64, this is {platform.system()} on {platform.machine()}"
     if cuda_home() is None:
@@ -62,7 +62,7 @@ def unavailable() -> str | None:
 
 
 def closure(source: Path) -> list[Path]:
-    """A file, and those it includes by name."""
+    """A file and, recursively, those it includes with quotes."""
     found: dict[Path, None] = {}
     queue = [source.resolve()]
     while queue:
@@ -78,7 +78,7 @@ def closure(source: Path) -> list[Path]:
 
 @cache
 def machine() -> str:
-    """What a compiled file depends on beside its source."""
+    """What compiled files depend on besides their sources: tools and CPU."""
     flags = re.search(r"^flags.*$", Path("/proc/cpuinfo").read_text(), re.M)
     return f"{torch.__version__} {cuda_home()} {output('g++', '-dumpfullversion')} {flags and flags[0]}"
 
@@ -99,7 +99,7 @@ def locked() -> Iterator[None]:
 
 
 def made(name: str, command: Sequence[str], files: Sequence[Path], suffix: str) -> Path:
-    """The file that the command makes of these, "OUT" in the command, unless it is there."""
+    """The output of a command, "OUT" in it, unless it is in the cache. files: its inputs."""
     to = CACHE / f"{name}-{hashed(command, files)}{suffix}"
     if to.exists():
         to.touch()
@@ -128,7 +128,7 @@ def symbols(objects: Sequence[Path], *options: str) -> set[str]:
 
 
 def stand_ins(objects: Sequence[Path], errors: Sequence[str]) -> Path:
-    """For functions of files that do not compile: they raise the error of the compiler."""
+    """Replaces the functions of files that do not compile by ones that raise the compiler's error."""
     missing = sorted(symbols(objects, "--undefined-only") - symbols(objects, "--defined-only"))
     text = f"#include <stdexcept>\nstatic const char* errors = {json.dumps(chr(10).join(errors))};\n"
     ours = (name for name in missing if name.startswith("_ZN12flashsoftmax"))
@@ -187,7 +187,7 @@ def core() -> ModuleType:
 
 
 def launcher_library(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path:
-    """A library of .cu and .cpp files whose CUDA runtime is the interpreter."""
+    """A library of .cu and .cpp files, linked to the interpreter as its CUDA runtime."""
     core()
     runtime = HERE / "core/runtime.cpp"
     own = ["-std=c++20", *CXX, f"-isystem{cuda_home()}/include"]
@@ -198,7 +198,7 @@ def launcher_library(name: str, sources: Sequence[Path], flags: Sequence[str] = 
 
 
 def ptx(source: Path, flags: Sequence[str] = ()) -> str:
-    """What nvcc makes of a .cu file."""
+    """The PTX of a .cu file."""
     command = [f"{cuda_home()}/bin/nvcc", "-ptx", *NVCC, *flags, str(source), "-o", "OUT"]
     with locked():
         return made(source.stem, command, closure(source), ".ptx").read_text()

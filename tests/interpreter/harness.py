@@ -1,4 +1,4 @@
-"""Single PTX instructions, run on lanes' worth of operands."""
+"""Runs single PTX instructions on tensors, one element per lane."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from torch import Tensor
 
 from . import Module, session
 
-REGISTERS = {1: ("b16", "u8"), 2: ("b16", "b16"), 4: ("b32", "b32"), 8: ("b64", "b64")}  # by bytes: class, type of ld
+REGISTERS = {
+    1: ("b16", "u8"),
+    2: ("b16", "b16"),
+    4: ("b32", "b32"),
+    8: ("b64", "b64"),
+}  # by size: the class, and the type for ld
 
 HEADER = ".version 8.0\n.target sm_80\n.address_size 64\n"
 
 
 def kernel(body: str, parameters: int, shared_bytes: int = 0) -> Module:
-    """A kernel k of pointers p0, p1, ..."""
+    """A kernel named k, whose parameters are pointers p0, p1, ..."""
     declared = ", ".join(f".param .u64 p{n}" for n in range(parameters))
     registers = ".reg .pred %p<20>; .reg .b16 %h<50>; .reg .b32 %r<200>; .reg .b64 %d<50>;"
     shared = f".shared .align 128 .b8 s[{shared_bytes}];" if shared_bytes else ""
@@ -23,7 +28,7 @@ def kernel(body: str, parameters: int, shared_bytes: int = 0) -> Module:
 
 
 def lane_pointer(parameter: int, size: int, register: int) -> str:
-    """%d<register> becomes where the thread's element of a parameter is, of size bytes."""
+    """Code that sets %d<register> to the address of the thread's element, of size bytes, in a parameter's array."""
     return (
         f"ld.param.u64 %d{register}, [p{parameter}]; mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x;"
         f"mov.u32 %r2, %ntid.x; mad.lo.u32 %r0, %r1, %r2, %r0;"
@@ -32,7 +37,7 @@ def lane_pointer(parameter: int, size: int, register: int) -> str:
 
 
 def execute(instruction: str, inputs: Sequence[Tensor], out: torch.dtype, seed: int = 0) -> Tensor:
-    """instruction names its operands {d}, {a}, {b}, {c}; one element of each input goes to one lane."""
+    """The result of an instruction, whose operands are written {d}, {a}, {b}, {c}, for each element of the inputs."""
     count = inputs[0].numel()
     result = torch.empty(count, dtype=out)
     body, names = "", {}

@@ -4,7 +4,7 @@
 namespace flashsoftmax {
 namespace {
 
-// There is one device and one stream.
+// The interpreter has one device and one stream.
 struct Interpreter {
   explicit Interpreter(const Tensor&) {}
   void* stream() const { return nullptr; }

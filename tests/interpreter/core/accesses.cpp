@@ -1,81 +1,13 @@
-// Loads, stores, atomic operations, asynchronous copies.
+// Loads, stores and atomic operations.
 #include "elementwise.h"
+#include "places.h"
 
 namespace interpreter {
 namespace {
 
-// Where a generic address leads.
-Space space_of(Warp& w, uint64_t address) {
-  Block& block = *w.block;
-  const auto within = [&](const void* data, uint64_t size) {
-    const uint64_t begin = reinterpret_cast<uint64_t>(data);
-    return address >= begin && address < begin + size;
-  };
-  if (within(block.shared.data(), block.shared.size())) return Space::shared;
-  if (within(w.local.data(), w.local.size())) return Space::local;
-  if (within(block.launch.config.params.data(), block.launch.config.params.size())) return Space::param;
-  return Space::global;
-}
-
-// Checks what the lanes of a warp access, `bytes` each, and gives the memory that is there for each.
-void locate(Warp& w, const Instruction& i, Mask lanes, uint32_t bytes, Access access, uint8_t* (&memory)[kLanes]) {
-  Block& block = *w.block;
-  uint64_t addresses[kLanes];
-  w.addresses(i, lanes, addresses);
-  Space space = i.space;
-  const int first = std::countr_zero(lanes);
-  if (space == Space::generic) {
-    space = space_of(w, addresses[first]);
-    for (Mask rest = lanes; rest; rest &= rest - 1)
-      if (space_of(w, addresses[std::countr_zero(rest)]) != space)
-        fault(std::countr_zero(rest), "lanes of one access go to different spaces");
-    if (space == Space::shared)
-      for (int l = 0; l < kLanes; l++) addresses[l] -= reinterpret_cast<uint64_t>(block.shared.data());
-    if (space == Space::param)
-      for (int l = 0; l < kLanes; l++) addresses[l] -= reinterpret_cast<uint64_t>(block.launch.config.params.data());
-    if (space == Space::local)
-      for (int l = 0; l < kLanes; l++)
-        addresses[l] -= reinterpret_cast<uint64_t>(w.local.data()) + l * block.kernel.local_bytes;
-  }
-  if (space == Space::global) {
-    block.launch.memory.count(addresses, lanes, bytes, access);
-    for (Mask rest = lanes; rest; rest &= rest - 1) {
-      const int l = std::countr_zero(rest);
-      block.launch.memory.check(l, block.linear, addresses[l], bytes, access);
-      memory[l] = reinterpret_cast<uint8_t*>(addresses[l]);
-    }
-    return;
-  }
-  if (space == Space::shared) {
-    count_banks(block.launch.banks(i), addresses, lanes, bytes);
-    for (Mask rest = lanes; rest;) {
-      // Lanes that read one address are often neighbours.
-      const int l = std::countr_zero(rest);
-      Mask same = Mask(1) << l;
-      for (int n = l + 1; access == Access::read && n < kLanes && (rest >> n & 1) && addresses[n] == addresses[l]; n++)
-        same |= Mask(1) << n;
-      block.shared.check(w, l, addresses[l], bytes, access, (same & (same - 1)) != 0);
-      rest &= ~same;
-    }
-    for (int l = 0; l < kLanes; l++) memory[l] = block.shared.data() + addresses[l];
-    return;
-  }
-  const std::vector<uint8_t>& params = block.launch.config.params;
-  const uint64_t size = space == Space::local ? block.kernel.local_bytes : params.size();
-  for (Mask rest = lanes; rest; rest &= rest - 1) {
-    const int l = std::countr_zero(rest);
-    if (addresses[l] + bytes > size)
-      fault(l, "out of bounds of ", space == Space::local ? "local memory" : "parameters");
-    if (addresses[l] % bytes) fault(l, "misaligned access of ", bytes, " bytes");
-    if (space == Space::param && writes(access)) fault(l, "write to a parameter");
-    memory[l] = space == Space::local ? w.local.data() + l * uint64_t(block.kernel.local_bytes) + addresses[l]
-                                      : const_cast<uint8_t*>(params.data()) + addresses[l];
-  }
-}
-
 // ---------------------------------------------------------------------------------------------------------- ld, st
 
-// A parameter that every lane reads at the same place.
+// Every lane reads the same parameter.
 template <class T> Flow load_param(Warp& w, const Instruction& i, Mask lanes) {
   const std::vector<uint8_t>& params = w.block->launch.config.params;
   const uint64_t at = w.cells<uint64_t>(i.src[0])[std::countr_zero(lanes)] + i.offset;
@@ -88,40 +20,58 @@ template <class T> Flow load_param(Warp& w, const Instruction& i, Mask lanes) {
   return Flow::next;
 }
 
-// C: the cell it goes to. Signed numbers fill that, or the 16 bits that are used of it (i.option).
+// Notes that lanes of a register were loaded from uninitialised memory, `offset` bytes into their access.
+void note_origin(Warp& w, uint32_t slot, Mask lanes, const Places& p, uint32_t offset, uint32_t bytes) {
+  Origin& origin = w.note_origin(slot, lanes, p.space, p.address[std::countr_zero(lanes)] + offset);
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int l = std::countr_zero(rest);
+    for (uint32_t b = 0; b < bytes; b++) origin.known[l] |= uint8_t(p.known[l][offset + b] & 1) << b;
+  }
+}
+
+// C: the register's cell, which signed numbers fill; only 16 bits of it if i.option.
 template <class T, class C> Flow load(Warp& w, const Instruction& i, Mask lanes) {
-  uint8_t* memory[kLanes];
-  locate(w, i, lanes, sizeof(T) * i.count, i.atomic ? Access::observe : Access::read, memory);
+  Places p;
+  const Access access = i.atomic ? Access::observe : Access::read;
+  locate(w, i, lanes, sizeof(T) * i.count, access, p);
+  check_reads(w, p, lanes, sizeof(T) * i.count, access);
+  if (i.atomic) acquire(w, p, lanes, sizeof(T) * i.count);
   for (int e = 0; e < i.count; e++) {
     C* to = w.cells<C>(i.dst[e]);
+    Mask known = kAllLanes;
     for (Mask rest = lanes; rest; rest &= rest - 1) {
       const int l = std::countr_zero(rest);
       T x;
-      std::memcpy(&x, memory[l] + e * sizeof(T), sizeof(T));
+      std::memcpy(&x, p.data[l] + e * sizeof(T), sizeof(T));
       to[l] = C(x);
       if (std::is_signed_v<T> && i.option) to[l] &= 0xffff;
+      if (p.has_known() && !all_known<sizeof(T)>(p.known[l] + e * sizeof(T))) known &= ~(Mask(1) << l);
     }
-    w.define(i.dst[e], lanes, kAllLanes);
+    w.define(i.dst[e], lanes, known);
+    if (lanes & ~known) note_origin(w, i.dst[e], lanes & ~known, p, e * sizeof(T), sizeof(T));
   }
   return Flow::next;
 }
 
 template <class T, class C> Flow store(Warp& w, const Instruction& i, Mask lanes) {
-  if (i.space != Space::local)
+  Places p;
+  const Access access = i.atomic ? Access::publish : Access::write;
+  locate(w, i, lanes, sizeof(T) * i.count, access, p);
+  if (i.release != MemoryScope::none) w.fence(i.release);
+  if (!p.has_known())
     for (int e = 0; e < i.count; e++) w.need(i.src[1 + e], lanes, "a value to store");
-  uint8_t* memory[kLanes];
-  locate(w, i, lanes, sizeof(T) * i.count, i.atomic ? Access::publish : Access::write, memory);
   for (Mask rest = lanes; rest; rest &= rest - 1) {
     const int l = std::countr_zero(rest);
-    for (int e = 0; e < i.count; e++) {
-      const T x = T(w.cells<C>(i.src[1 + e])[l]);
-      std::memcpy(memory[l] + e * sizeof(T), &x, sizeof(T));
-    }
+    T values[4];
+    for (int e = 0; e < i.count; e++) values[e] = T(w.cells<C>(i.src[1 + e])[l]);
+    check(w, p, l, sizeof(T) * i.count, access, i.atomic ? nullptr : values);
+    std::memcpy(p.data[l], values, sizeof(T) * i.count);
+    if (i.atomic) w.block->launch.release(w, p.data[l], true);
+    if (!p.has_known()) continue;
+    for (int e = 0; e < i.count; e++) w.known_bytes(i.src[1 + e], l, sizeof(T), p.known[l] + e * sizeof(T));
   }
   return Flow::next;
 }
-
-const char* kSpaces[] = {"generic", "global", "shared", "param", "local"};
 
 Space take_space(Decoding& d) {
   switch (
@@ -138,20 +88,24 @@ Space take_space(Decoding& d) {
   }
 }
 
+MemoryScope take_scope(Decoding& d) {
+  return d.take_one_of({"gpu", "sys", "cluster", "cta"}) == 3 ? MemoryScope::block : MemoryScope::device;
+}
+
 void take_cache_hints(Decoding& d) {
   d.take_one_of({"ca", "cg", "cs", "lu", "cv", "wb", "wt"});
   d.take("nc");
   d.take_prefixed("L1::");
   if (d.take_prefixed("L2::") == "L2::cache_hint") d.fail("L2::cache_hint");
-  // What other blocks may change meanwhile.
   const bool is_volatile = d.take("volatile");
-  const bool ordered = d.take_one_of({"relaxed", "acquire", "release"}) >= 0;
-  d.take_one_of({"cta", "gpu", "sys", "cluster"});
+  const int order = d.take_one_of({"relaxed", "acquire", "release"});
+  const MemoryScope scope = take_scope(d);
   d.take("weak");
-  d.out.atomic = is_volatile || ordered;
+  d.out.atomic = is_volatile || order >= 0;
+  if (order == 2) d.out.release = scope;
 }
 
-// Narrow accesses decide how finely races on shared memory are watched.
+// Races on shared memory are tracked per cell: as narrow as the narrowest access.
 void note_shared(Decoding& d, uint32_t bytes) {
   Kernel& kernel = d.translator().kernel();
   if (d.out.space == Space::shared || d.out.space == Space::generic) kernel.cell = std::min(kernel.cell, bytes);
@@ -260,20 +214,26 @@ template <class T> T combined(int operation, T old, T x, T y) {
 
 template <class T> Flow update(Warp& w, const Instruction& i, Mask lanes) {
   for (int s = 1; s < i.srcs; s++) w.need(i.src[s], lanes, "an operand of an atomic operation");
-  uint8_t* memory[kLanes];
-  locate(w, i, lanes, sizeof(T) * i.count, Access::update, memory);
+  Places p;
+  locate(w, i, lanes, sizeof(T) * i.count, Access::update, p);
+  if (i.dsts) acquire(w, p, lanes, sizeof(T) * i.count);
+  if (i.release != MemoryScope::none) w.fence(i.release);
   const bool swaps = i.option == compare_and_swap;
   for (Mask rest = lanes; rest; rest &= rest - 1) {
     const int l = std::countr_zero(rest);
+    check(w, p, l, sizeof(T) * i.count, Access::update);
     for (int e = 0; e < i.count; e++) {
+      if (p.has_known() && !all_known<sizeof(T)>(p.known[l] + e * sizeof(T)))
+        fault(l, "an atomic operation on uninitialised ", kSpaces[int(p.space)], " memory");
       T old;
-      std::memcpy(&old, memory[l] + e * sizeof(T), sizeof(T));
+      std::memcpy(&old, p.data[l] + e * sizeof(T), sizeof(T));
       const T x = from_cell<T>(w.cells<T>(i.src[1 + e])[l]);
       const T y = swaps ? from_cell<T>(w.cells<T>(i.src[2])[l]) : x;
       const T result = combined(i.option, old, x, y);
-      std::memcpy(memory[l] + e * sizeof(T), &result, sizeof(T));
+      std::memcpy(p.data[l] + e * sizeof(T), &result, sizeof(T));
       if (i.dsts) w.cells<T>(i.dst[e])[l] = to_cell<T>(old);
     }
+    w.block->launch.release(w, p.data[l], false);
   }
   for (int e = 0; e < i.dsts; e++) w.define(i.dst[e], lanes, kAllLanes);
   return Flow::next;
@@ -281,8 +241,9 @@ template <class T> Flow update(Warp& w, const Instruction& i, Mask lanes) {
 
 void atomics(Decoding& d, bool returns) {
   d.out.space = take_space(d);
-  d.take_one_of({"relaxed", "acquire", "release", "acq_rel"});
-  d.take_one_of({"cta", "gpu", "sys", "cluster"});
+  const bool releases = d.take_one_of({"relaxed", "acquire", "release", "acq_rel"}) >= 2;
+  const MemoryScope scope = take_scope(d);
+  if (releases) d.out.release = scope;
   d.take("noftz");
   if (d.take_prefixed("L2::") == "L2::cache_hint") d.fail("L2::cache_hint");
   const int operation = d.take_one_of({"exch", "add", "min", "max", "and", "or", "xor", "inc", "dec", "cas"});
@@ -305,127 +266,25 @@ void atomics(Decoding& d, bool returns) {
   d.out.kind = kind_of(std::string(returns ? "atom." : "red.") + kSpaces[int(d.out.space)]);
 }
 
-// ---------------------------------------------------------------------------------------------------------- cp.async
-
-// option: bytes. src[0] where to, src[1] where from, src[2] of how many bytes, if count says that; negated: none of it,
-// if the predicate src[2] holds (count 2).
-Flow async_copy(Warp& w, const Instruction& i, Mask lanes) {
-  Block& block = *w.block;
-  uint64_t to[kLanes], from[kLanes];
-  w.addresses(i, lanes, to);
-  w.need(i.src[1], lanes, "an address");
-  for (int l = 0; l < kLanes; l++) from[l] = w.cells<uint64_t>(i.src[1])[l] + i.target;
-  if (i.count) w.need(i.src[2], lanes, "how many bytes to copy");
-  const uint32_t size = i.size;
-  count_banks(block.launch.banks(i), to, lanes, size);
-  Mask reads = 0;
-  uint32_t valid[kLanes];
-  for (Mask rest = lanes; rest; rest &= rest - 1) {
-    const int l = std::countr_zero(rest);
-    valid[l] = size;
-    if (i.count == 1) valid[l] = w.cells<uint32_t>(i.src[2])[l];
-    if (i.count == 2) valid[l] = (w.predicate(i.src[2]) >> l & 1) != uint32_t(i.negated) ? 0 : size;
-    if (valid[l] > size) fault(l, "cp.async of ", valid[l], " bytes, more than the ", size, " that it writes");
-    if (valid[l]) reads |= Mask(1) << l;
-  }
-  if (reads) block.launch.memory.count(from, reads, size, Access::read);
-  for (Mask rest = lanes; rest; rest &= rest - 1) {
-    const int l = std::countr_zero(rest);
-    if (from[l] % size && valid[l]) fault(l, "misaligned source of a cp.async of ", size, " bytes");
-    AsyncCopy copy{uint32_t(to[l]), uint8_t(size), uint8_t(l), {}};
-    if (valid[l] == size) {
-      block.launch.memory.check(l, block.linear, from[l], size, Access::read);
-    } else {
-      for (uint32_t b = 0; b < valid[l]; b++) block.launch.memory.check(l, block.linear, from[l] + b, 1, Access::read);
-    }
-    std::memcpy(copy.bytes, reinterpret_cast<const void*>(from[l]), valid[l]);
-    block.shared.begin_async(w, l, to[l], size);
-    w.async_open.push_back(copy);
-  }
-  return Flow::next;
-}
-
-void land(Warp& w, std::vector<AsyncCopy>& copies, Mask lanes) {
-  SharedMemory& shared = w.block->shared;
-  for (const AsyncCopy& copy : copies) {
-    if (!(lanes >> copy.lane & 1)) continue;
-    std::memcpy(shared.data() + copy.to, copy.bytes, copy.size);
-    shared.end_async(w, copy.lane, copy.to, copy.size);
-  }
-  std::erase_if(copies, [&](const AsyncCopy& copy) { return lanes >> copy.lane & 1; });
-}
-
-Flow async_commit(Warp& w, const Instruction&, Mask lanes) {
-  if (lanes != w.live) fault(std::countr_zero(w.live & ~lanes), "cp.async.commit_group by some lanes of a warp only");
-  w.async_groups.push_back(std::move(w.async_open));
-  w.async_open.clear();
-  return Flow::next;
-}
-
-// option: groups that may still be under way.
-Flow async_wait(Warp& w, const Instruction& i, Mask lanes) {
-  const size_t groups = w.async_groups.size();
-  const size_t done = groups - std::min<size_t>(groups, i.option);
-  for (size_t g = 0; g < done; g++) land(w, w.async_groups[g], lanes);
-  while (!w.async_groups.empty() && w.async_groups.size() > i.option && w.async_groups[0].empty())
-    w.async_groups.erase(w.async_groups.begin());
-  return Flow::next;
-}
-
-Flow async_wait_all(Warp& w, const Instruction& i, Mask lanes) {
-  land(w, w.async_open, lanes);
-  return async_wait(w, i, lanes);
-}
-
-void cp(Decoding& d) {
-  if (!d.take("async")) d.fail("cp");
-  if (d.take("commit_group")) {
-    d.out.execute = async_commit;
-    d.out.kind = kind_of("cp.async.commit_group");
-  } else if (d.take("wait_group")) {
-    d.out.option = d.immediate(d.operand(0));
-    d.out.execute = async_wait;
-    d.out.kind = kind_of("cp.async.wait_group");
-  } else if (d.take("wait_all")) {
-    d.out.execute = async_wait_all;
-    d.out.kind = kind_of("cp.async.wait_group");
-  } else {
-    if (d.take_one_of({"ca", "cg"}) < 0) d.fail("cp.async");
-    if (d.take_one_of({"shared", "shared::cta"}) < 0 || !d.take("global")) d.fail("spaces");
-    if (d.take_prefixed("L2::") == "L2::cache_hint") d.fail("L2::cache_hint");
-    d.out.space = Space::shared;
-    // The source first, as both addresses have an offset.
-    Instruction& out = d.out;
-    d.read_address(1);
-    if (!out.wide) d.fail("a source of 32 bits");
-    out.target = out.offset;
-    if (out.offset < 0 || out.offset > int64_t(~0u)) d.fail("offset");
-    out.offset = 0;
-    d.read_address(0);
-    std::swap(out.src[0], out.src[1]);
-    out.size = d.immediate(d.operand(2));
-    if (out.size != 4 && out.size != 8 && out.size != 16) d.fail("size");
-    out.count = 0;
-    if (d.operands() > 3) {
-      const std::string text = d.operand(3)[0] == '!' ? trim(d.operand(3).substr(1)) : d.operand(3);
-      const bool ignore = d.is_register(text) && d.register_of(text).kind == RegisterClass::predicate;
-      out.count = ignore ? 2 : 1;
-      if (ignore)
-        d.read_predicate(3, out.negated);
-      else
-        d.read(3, Type::b32);
-    }
-    out.execute = async_copy;
-    out.kind = kind_of("cp.async");
-  }
-}
-
 Flow nothing(Warp&, const Instruction&, Mask) { return Flow::next; }
 
-// A hint, or an order of accesses that holds here anyway.
+// A hint.
 void no_effect(Decoding& d) {
   for (const std::string& modifier : d.statement().modifiers) d.take(modifier.c_str());
   d.out.execute = nothing;
+}
+
+Flow fence(Warp& w, const Instruction& i, Mask) {
+  w.fence(i.release);
+  return Flow::next;
+}
+
+// membar.cta, .gl, .sys; fence.sc, .acq_rel
+void fences(Decoding& d) {
+  if (d.statement().modifiers.at(0) == "proxy") return no_effect(d);
+  d.take_one_of({"sc", "acq_rel"});
+  d.out.release = d.take("gl") ? MemoryScope::device : take_scope(d);
+  d.out.execute = fence;
 }
 
 }  // namespace
@@ -435,10 +294,10 @@ void add_memory(Table& t) {
   t["ldu"] = [](Decoding& d) { load_or_store(d, false); };
   t["st"] = [](Decoding& d) { load_or_store(d, true); };
   t["atom"] = [](Decoding& d) { atomics(d, true); };
+  t["membar"] = fences;
+  t["fence"] = fences;
   t["red"] = [](Decoding& d) { atomics(d, false); };
-  t["cp"] = cp;
-  for (const char* opcode : {"membar", "fence", "prefetch", "prefetchu", "griddepcontrol", "nanosleep", "discard"})
-    t[opcode] = no_effect;
+  for (const char* opcode : {"prefetch", "prefetchu", "griddepcontrol", "nanosleep", "discard"}) t[opcode] = no_effect;
 }
 
 }  // namespace interpreter

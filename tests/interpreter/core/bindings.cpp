@@ -1,4 +1,4 @@
-// The interpreter for Python.
+// Python bindings.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <pybind11/pybind11.h>
@@ -14,8 +14,8 @@ using namespace interpreter;
 
 namespace {
 
-// While it records, memory that torch hands out is the device's: exactly as large as asked for, poisoned, with nothing
-// else near.
+// Replaces torch's CPU allocator while it records: each allocation is declared to the device with its exact size,
+// poisoned, and far from all others.
 class RecordingAllocator : public c10::Allocator {
  public:
   static RecordingAllocator& get() {
@@ -32,7 +32,7 @@ class RecordingAllocator : public c10::Allocator {
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 
-  // In the place of torch's own as long as it records.
+  // Replaces torch's own allocator, or puts that back.
   void record(bool on) {
     if (on == recording) return;
     if (on) before_ = c10::GetCPUAllocator();
@@ -56,7 +56,7 @@ class RecordingAllocator : public c10::Allocator {
 
 py::tuple tuple(const Dim& d) { return py::make_tuple(d.x, d.y, d.z); }
 
-// What one launch did, as Python's Launched takes it.
+// The fields of Python's Launched.
 py::dict described(const Launched& launched) {
   const Counts& counts = launched.counts;
   py::dict by_kind, shared;
@@ -88,12 +88,13 @@ Dim dim(const std::vector<uint32_t>& sizes) {
 }
 
 void launch(Module& module, const std::string& name, const std::vector<uint32_t>& grid,
-            const std::vector<uint32_t>& block, uint32_t shared, const std::vector<py::bytes>& arguments) {
+            const std::vector<uint32_t>& block, uint32_t shared, const std::vector<py::bytes>& arguments,
+            bool cooperative) {
   const Kernel& kernel = module.kernel(name);
   if (arguments.size() != kernel.params.size())
     throw std::invalid_argument(name + ": " + std::to_string(arguments.size()) + " arguments, wanted " +
                                 std::to_string(kernel.params.size()));
-  LaunchConfig config{dim(grid), dim(block), shared, std::vector<uint8_t>(kernel.param_bytes)};
+  LaunchConfig config{dim(grid), dim(block), shared, std::vector<uint8_t>(kernel.param_bytes), cooperative};
   for (size_t p = 0; p < arguments.size(); p++) {
     const std::string bytes = arguments[p];
     if (bytes.size() != kernel.param_sizes[p])
@@ -120,6 +121,10 @@ PYBIND11_MODULE(core, m) {
   m.def("declare_output",
         [](const std::string& name, uint64_t data, const Sizes& sizes, const Sizes& strides, int64_t item) {
           Device::get().memory.declare(name, data, sizes, strides, item, kReadable | kWritable);
+        });
+  m.def("declare_memory",
+        [](const std::string& name, uint64_t data, const Sizes& sizes, const Sizes& strides, int64_t item) {
+          Device::get().memory.declare(name, data, sizes, strides, item, kReadable | kWritable | kWritten);
         });
   m.def("host_write", [](uint64_t data, uint64_t bytes) { Device::get().memory.host_write(data, bytes); });
   m.def("unwritten", [](uint64_t data, const Sizes& sizes, const Sizes& strides, int64_t item) {

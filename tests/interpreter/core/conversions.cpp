@@ -27,7 +27,7 @@ Flow move_predicate(Warp& w, const Instruction& i, Mask lanes) {
   return Flow::next;
 }
 
-// Registers of size bytes each become one, or one becomes them.
+// Packs registers of i.size bytes each into one register. unpack is the reverse.
 Flow pack(Warp& w, const Instruction& i, Mask lanes) {
   uint64_t out[kLanes] = {};
   for (int s = 0; s < i.srcs; s++) {
@@ -100,7 +100,7 @@ template <class S> double rounded(S x, Round round) {
   }
 }
 
-// Out of range becomes the nearest that there is, and NaN 0; of 64 bits 2^63.
+// Clamps to the range of D. NaN becomes 0, or 2^63 for 64 bits.
 template <class D> D float_to_integer(double x) {
   if (x != x) return sizeof(D) == 8 ? D(uint64_t(1) << 63) : D(0);
   const double low = double(std::numeric_limits<D>::min()), high = double(std::numeric_limits<D>::max());
@@ -133,7 +133,7 @@ template <class D, class S> D converted(S x, Round round, bool saturate) {
   }
 }
 
-// i.wide: the source is in a register of 64 bits, whatever its type. i.size: of the destination.
+// i.wide: the source register has 64 bits, whatever the type. i.size: bytes of the destination register.
 template <class D, class S> Flow convert(Warp& w, const Instruction& i, Mask lanes) {
   Cell<D> out[kLanes];
   {
@@ -162,7 +162,7 @@ template <class D, class S> Flow convert(Warp& w, const Instruction& i, Mask lan
   return Flow::next;
 }
 
-// Two floats into the halves of a register, the first into the upper.
+// Converts two floats to the halves of a register; the first becomes the upper half.
 template <class H> Flow convert_pair(Warp& w, const Instruction& i, Mask lanes) {
   const uint32_t *high = w.cells<uint32_t>(i.src[0]), *low = w.cells<uint32_t>(i.src[1]);
   uint32_t out[kLanes];
@@ -240,17 +240,7 @@ void cvt(Decoding& d) {
 
 // ------------------------------------------------------------------------------------------------ kinds of addresses
 
-// The generic address of a place in shared memory, in the parameters or in a lane's own memory is where the
-// interpreter keeps it. wide, negated: whether it is a generic address that is converted.
-uint64_t window(Warp& w, Space space, int lane) {
-  switch (space) {
-    case Space::shared: return reinterpret_cast<uint64_t>(w.block->shared.data());
-    case Space::param: return reinterpret_cast<uint64_t>(w.block->launch.config.params.data());
-    case Space::local: return reinterpret_cast<uint64_t>(w.local.data()) + lane * w.block->kernel.local_bytes;
-    default: return 0;
-  }
-}
-
+// A generic address is the address in the interpreter's own memory. negated: from generic to the space.
 Flow convert_address(Warp& w, const Instruction& i, Mask lanes) {
   const uint64_t* from = w.cells<uint64_t>(i.src[0]);
   uint64_t out[kLanes];

@@ -17,13 +17,13 @@ struct Launched {
   Counts counts;
 };
 
-// As much as an A100 has, but for the number of multiprocessors.
+// The limits of an A100, but with fewer multiprocessors.
 constexpr uint32_t kMultiprocessors = 8, kSharedOfBlock = 48 << 10, kMostSharedOfBlock = 163 << 10;
 constexpr uint32_t kSharedOfMultiprocessor = 164 << 10, kThreadsOfMultiprocessor = 2048, kThreadsOfBlock = 1024;
 
 class Device {
  public:
-  // The one device.
+  // The only device.
   static Device& get();
 
   void begin(const Options& options);
@@ -31,7 +31,7 @@ class Device {
   std::optional<std::string> end();
   bool active() const { return active_; }
 
-  // False when it cannot be launched so, or after a fault.
+  // False if this launch, or an earlier one of the session, had a fault.
   bool launch(const Kernel& kernel, const LaunchConfig& config);
   void fail(const std::string& report);
   bool failed() const { return fault_.has_value(); }

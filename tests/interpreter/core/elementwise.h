@@ -12,7 +12,7 @@
 
 namespace interpreter {
 
-// Rounding, and flushing of subnormal numbers, while this lives. csr 0: the usual.
+// Sets the rounding mode and the flushing of subnormal numbers in its scope. csr 0: the default.
 class MathMode {
  public:
   explicit MathMode(uint32_t csr) : csr_(csr) {
@@ -32,7 +32,7 @@ class MathMode {
   uint32_t csr_;
 };
 
-// .rn .rz .rm .rp .ftz .sat, and those that say how near an approximation is: all are computed to the last digit.
+// .rn .rz .rm .rp .ftz .sat. Also .approx and .full, which change nothing: approximations are computed exactly.
 void take_float_modifiers(Decoding& d);
 
 template <class C> void blend(C* to, const C* from, Mask lanes) {
@@ -71,6 +71,34 @@ template <class R, class F, class... A> void elementwise(Decoding& d) {
   size_t operand = 1;
   (d.read(operand++, Decoding::type_of<A>()), ...);
   d.out.execute = run_elementwise<R, F, A...>;
+}
+
+// An instruction (T, ..., T) -> T for each of these types.
+template <int kArity, class... T, class F> Decoder same(Types<T...> types, F) {
+  return [=](Decoding& d) {
+    take_float_modifiers(d);
+    d.by_type(types, d.take_type(), [&]<class U>(U) {
+      if (d.out.option && !std::is_same_v<U, float>) d.fail("sat");
+      if constexpr (kArity == 1) elementwise<U, F, U>(d);
+      if constexpr (kArity == 2) elementwise<U, F, U, U>(d);
+      if constexpr (kArity == 3) elementwise<U, F, U, U, U>(d);
+    });
+  };
+}
+
+// The same for all integers and floats.
+template <int kArity, class F> Decoder numbers(F f) {
+  return [=](Decoding& d) {
+    same<kArity>(
+        Types<uint16_t, int16_t, uint32_t, int32_t, uint64_t, int64_t, float, double, f16, bf16, f16x2, bf16x2>(),
+        f)(d);
+  };
+}
+
+// The lanes in which `a and b`, or `a or b`, is initialised: a false a makes `a and b` false whatever b is.
+inline Mask known_of_two(bool is_or, Mask a, Mask b, Mask known_a, Mask known_b) {
+  return is_or ? (known_a & known_b) | (known_a & a) | (known_b & b)
+               : (known_a & known_b) | (known_a & ~a) | (known_b & ~b);
 }
 
 }  // namespace interpreter

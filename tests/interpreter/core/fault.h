@@ -1,4 +1,4 @@
-// What a kernel did that it must not.
+// An error of a kernel.
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,13 @@
 
 namespace interpreter {
 
-void Warp::need(uint32_t slot, Mask lanes, const char* what) {
-  if (const Mask missing = lanes & ~defined[slot]) fault(std::countr_zero(missing), "uninitialised register: ", what);
+uint64_t window(const Warp& w, Space space, int lane) {
+  switch (space) {
+    case Space::shared: return reinterpret_cast<uint64_t>(w.block->shared.data());
+    case Space::param: return reinterpret_cast<uint64_t>(w.block->launch.config.params.data());
+    case Space::local: return reinterpret_cast<uint64_t>(w.local.data()) + lane * uint64_t(w.block->kernel.local_bytes);
+    default: return 0;
+  }
 }
 
 void Warp::addresses(const Instruction& i, Mask lanes, uint64_t* to, size_t source) {
@@ -38,8 +43,8 @@ void Block::start(uint64_t number) {
   index.y = number / grid.x % grid.y;
   index.z = number / grid.x / grid.y;
   shared.begin_block();
-  uint32_t clock = 0;  // of the block that was here before
-  for (const Warp& warp : warps) clock = std::max(clock, warp.clock);
+  for (const Warp& warp : warps) first_clock = std::max(first_clock, warp.clock);  // of the block that ran here before
+  watched_sources = polls = 0;
   for (Barrier& barrier : barriers) barrier = {};
   const uint64_t threads = launch.config.block.count();
   for (size_t w = 0; w < warps.size(); w++) {
@@ -52,12 +57,16 @@ void Block::start(uint64_t number) {
     warp.current = 0;
     warp.registers.resize(kernel.slots + 2);
     warp.defined.assign(kernel.slots + 2, 0);
+    warp.origins.clear();
     warp.local.assign(size_t(kernel.local_bytes) * kLanes, 0xff);
-    warp.clock = clock + 1;
-    warp.seen.fill(clock);
-    warp.async_groups.clear();
-    warp.async_open.clear();
-    for (const Constant& constant : kernel.constants) {
+    warp.local_known.assign(warp.local.size(), 0);
+    warp.clock = first_clock + 1;
+    warp.seen.fill(first_clock);
+    warp.order.clear();
+    warp.polls.clear();
+    warp.async_copies.clear();
+    warp.async_groups.fill(0);
+    for (const Constant& constant : launch.constants) {
       for (int l = 0; l < kLanes; l++) {
         if (constant.wide)
           warp.cells<uint64_t>(constant.slot)[l] = constant.value;
@@ -96,8 +105,10 @@ void Block::specials(Warp& warp) {
     if (name == "%lanemask_ge") return uint32_t(~(bit - 1));
     if (name == "%dynamic_smem_size") return launch.config.dynamic_shared;
     if (name == "%total_smem_size") return launch.shared_bytes;
+    if (name == "%envreg1") return launch.grid_workspace() >> 32;
+    if (name == "%envreg2") return launch.grid_workspace();
     if (name == "dynamic_shared" || name == "dynamic_shared64") return launch.dynamic_at;
-    return 0;  // clocks, and which multiprocessor this is
+    return 0;  // clocks, and the number of the multiprocessor
   };
   for (const Special& special : kernel.specials) {
     const bool wide =
@@ -112,7 +123,7 @@ void Block::specials(Warp& warp) {
   }
 }
 
-// Joins paths that met, and takes the one that is furthest behind: so paths meet again.
+// Joins paths at the same instruction, and chooses the one furthest behind, so that paths meet again.
 bool Block::choose(Warp& warp) {
   std::vector<Path>& paths = warp.paths;
   if (paths.size() == 1) {
@@ -133,16 +144,18 @@ bool Block::choose(Warp& warp) {
   size_t best = paths.size();
   for (size_t p = 0; p < paths.size(); p++)
     if (paths[p].waiting == Path::no && (best == paths.size() || paths[p].pc < paths[best].pc)) best = p;
-  // A lane may wait for what another lane does later in the program: let that one run at times.
+  // A lane may wait for something that a lane further on does, so at times a random path is chosen.
   if (best < paths.size() && ++warp.turns % 1024 == 0) {
+    const size_t behind = best;
     do best = launch.random() % paths.size();
     while (paths[best].waiting != Path::no);
+    if (best != behind) warp.polls.clear();
   }
   warp.current = best;
   return best < paths.size();
 }
 
-// Of lanes that name the lanes to execute i with: the first of them, and those that name the same.
+// Lanes execute i together with those that name the same mask: the group of the first lane.
 Mask Block::group(Warp& warp, const Instruction& i, Mask lanes) const {
   const uint32_t* masks = warp.cells<uint32_t>(i.members);
   const Mask members = masks[std::countr_zero(lanes)];
@@ -151,7 +164,7 @@ Mask Block::group(Warp& warp, const Instruction& i, Mask lanes) const {
   return same & lanes;
 }
 
-// Whether every lane is here that i needs.
+// Whether all lanes that must execute i together are here.
 bool Block::gathered(Warp& warp, const Instruction& i, Mask lanes) const {
   if (i.together == Together::live) return lanes == warp.live;
   warp.need(i.members, lanes, "the mask of lanes");
@@ -166,7 +179,7 @@ bool Block::gathered(Warp& warp, const Instruction& i, Mask lanes) const {
   return true;
 }
 
-// Groups of lanes that name different masks execute i one after the other.
+// Groups of lanes with different masks execute i in turn.
 Flow Block::execute(Warp& warp, const Instruction& i, Mask lanes) const {
   if (i.together != Together::members) return i.execute(warp, i, lanes);
   while (lanes) {
@@ -177,17 +190,17 @@ Flow Block::execute(Warp& warp, const Instruction& i, Mask lanes) const {
   return Flow::next;
 }
 
-bool Block::step(Warp& warp, uint64_t budget) {
+bool Block::step(Warp& warp) {
   const Instruction* code = kernel.code.data();
   launch.warp = &warp;
   bool moved = false;
-  while (budget > 0) {
+  while (warp.budget > 0) {
     if (warp.paths.empty() || !choose(warp)) return moved;
     const bool alone = warp.paths.size() == 1;
-    uint32_t meet = ~0u;  // where the next of the others is
+    uint32_t meet = ~0u;  // the nearest pc ahead at which another path waits to be joined
     for (const Path& other : warp.paths)
       if (other.pc > warp.path().pc) meet = std::min(meet, other.pc);
-    while (budget > 0) {
+    while (warp.budget > 0) {
       Path& path = warp.path();
       const Instruction& i = code[path.pc];
       launch.pc = path.pc;
@@ -198,7 +211,7 @@ bool Block::step(Warp& warp, uint64_t budget) {
       }
       if (lanes) {
         if (i.together != Together::no && !gathered(warp, i, lanes)) {
-          if (lanes != path.lanes) {  // the others go on
+          if (lanes != path.lanes) {  // the lanes whose guard is false go on
             const Path others{path.pc + 1, path.lanes & ~lanes};
             path.lanes = lanes;
             path.waiting = Path::for_lanes;
@@ -210,7 +223,7 @@ bool Block::step(Warp& warp, uint64_t budget) {
         }
         launch.counts.by_kind[i.kind]++;
         launch.counts.instructions++;
-        budget--;
+        warp.budget--;
         moved = true;
         if (execute(warp, i, lanes) != Flow::next) break;
       }
@@ -232,6 +245,7 @@ void Block::arrive(Warp& warp, uint32_t number, uint32_t threads, bool waits) {
   barrier.wanted = threads;
   for (size_t w = 0; w < warps.size(); w++) barrier.seen[w] = std::max(barrier.seen[w], warp.seen[w]);
   barrier.seen[warp.id] = warp.clock;
+  barrier.order.merge(warp.order);
   warp.synchronise();
   if (waits) {
     barrier.waiting |= 1u << warp.id;
@@ -250,6 +264,7 @@ void Block::complete(Barrier& barrier) {
     if (!(barrier.waiting >> warp.id & 1)) continue;
     for (size_t w = 0; w < warps.size(); w++)
       if (int(w) != warp.id) warp.seen[w] = std::max(warp.seen[w], barrier.seen[w]);
+    warp.order.merge(barrier.order);
     Path& path = warp.path();
     const Instruction& i = kernel.code[path.pc];
     if (i.dsts) {  // bar.red; option: 0 popc, 1 and, 2 or
@@ -267,7 +282,7 @@ void Block::complete(Barrier& barrier) {
   barrier = {};
 }
 
-// Lanes that wait for others, and whole warps that wait at barriers, may wait no longer.
+// Lanes that wait for exited lanes, and warps that wait at a barrier for exited warps, may go on.
 void Block::exited(Warp& warp) {
   for (Path& path : warp.paths)
     if (path.waiting == Path::for_lanes) path.waiting = Path::no;
@@ -293,8 +308,7 @@ void Block::stuck() {
     for (const Path& path : warp.paths) {
       const Statement& s = kernel.statements[kernel.code[path.pc].statement];
       what += "\n  warp " + std::to_string(warp.id) + (path.waiting == Path::for_lanes ? ", some lanes," : "") +
-              " waits at PTX line " + std::to_string(s.line) + ", " + kernel.module->files.at(s.location.file) + ":" +
-              std::to_string(s.location.line) + ": " + s.text;
+              " waits at PTX line " + std::to_string(s.line) + ", " + launch.source(path.pc) + ": " + s.text;
       launch.warp = &warp;
       launch.pc = path.pc;
     }
@@ -313,19 +327,17 @@ bool Block::run() {
   bool moved = false;
   for (const Warp& warp : warps) live |= warp.live ? 1u << warp.id : 0;
   if (!live) return false;
-  if (launch.options.seed == 0) {
-    for (Warp& warp : warps) moved |= warp.live && step(warp, 1 << 16);
-  } else {
-    // As many turns as there are warps, in any order.
-    for (size_t turn = 0; turn < warps.size(); turn++) {
-      Warp& warp = warps[launch.random() % warps.size()];
-      if (warp.live) moved |= step(warp, 1 + launch.random() % 64);
-    }
-    if (!moved)
-      for (Warp& warp : warps) moved |= warp.live && step(warp, 1 + launch.random() % 64);
-  }
+  const auto turn = [&](Warp& warp) {
+    warp.budget = launch.options.seed ? 1 + launch.random() % 64 : 1 << 16;
+    return warp.live && step(warp);
+  };
+  // With a seed, random warps get as many turns as there are warps.
+  for (size_t n = 0; n < warps.size(); n++)
+    moved |= turn(warps[launch.options.seed ? launch.random() % warps.size() : n]);
+  if (launch.options.seed && !moved)
+    for (Warp& warp : warps) moved |= turn(warp);
   if (!moved) {
-    // Lanes that wait for each other with bar.warp.sync may do so at different places.
+    // Lanes may meet at different bar.warp.sync instructions.
     for (Warp& warp : warps) {
       Mask there = 0, members = 0;
       for (const Path& path : warp.paths) {
@@ -346,86 +358,7 @@ bool Block::run() {
   }
   for (const Warp& warp : warps) moved |= warp.live == 0 && (live >> warp.id & 1);
   if (!moved) stuck();
-  if (launch.counts.instructions > launch.options.max_instructions)
-    fault(-1, "no end: ", launch.counts.instructions, " instructions executed");
   return true;
-}
-
-// ------------------------------------------------------------------------------------------------------------ Launch
-
-Launch::Launch(const Kernel& kernel, const LaunchConfig& config, GlobalMemory& memory, const Options& options)
-    : kernel(kernel), config(config), memory(memory), options(options), random(options.seed) {
-  dynamic_at = (kernel.static_shared + kernel.dynamic_align - 1) / kernel.dynamic_align * kernel.dynamic_align;
-  shared_bytes = dynamic_at + config.dynamic_shared;
-  warps = (config.block.count() + kLanes - 1) / kLanes;
-}
-
-BankConflicts& Launch::banks(const Instruction& i) { return banks_[i.kind]; }
-
-void Launch::run() {
-  const uint64_t blocks = config.grid.count();
-  counts.by_kind.assign(kinds().size(), 0);
-  banks_.assign(kinds().size(), {});
-  memory.begin_launch(blocks);
-  std::vector<uint32_t> order(blocks);
-  std::iota(order.begin(), order.end(), 0);
-  if (options.seed) std::shuffle(order.begin(), order.end(), random);
-  const size_t together = std::min<uint64_t>(blocks, options.seed ? 1 + random() % 3 : 1);
-  std::vector<std::unique_ptr<Block>> resident;
-  size_t next = 0;
-  for (size_t b = 0; b < together; b++) {
-    resident.push_back(std::make_unique<Block>(*this));
-    resident.back()->start(order[next++]);
-  }
-  try {
-    while (!resident.empty()) {
-      const size_t b = resident.size() == 1 ? 0 : random() % resident.size();
-      if (resident[b]->run()) continue;
-      if (next < blocks)
-        resident[b]->start(order[next++]);
-      else
-        resident.erase(resident.begin() + b);
-    }
-  } catch (const Fault& error) {
-    throw Fault(error.lane, report(error));
-  }
-  for (size_t kind = 0; kind < banks_.size(); kind++)
-    if (banks_[kind].accesses) counts.shared[kinds()[kind]] = banks_[kind];
-  counts.global = memory.traffic;
-}
-
-std::string demangled(const std::string& name) {
-  int status = 0;
-  char* text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status);
-  const std::string readable = status == 0 ? text : name;
-  std::free(text);
-  return readable;
-}
-
-std::string Launch::report(const Fault& error) const {
-  std::ostringstream text;
-  text << error.what() << "\n  kernel  " << demangled(kernel.name);
-  if (warp && pc < kernel.code.size()) {
-    const Statement& s = kernel.statements[kernel.code[pc].statement];
-    const auto file = [&](uint32_t number) {
-      const auto found = kernel.module->files.find(number);
-      return found == kernel.module->files.end() ? std::string("?") : found->second;
-    };
-    text << "\n  source  " << file(s.location.file) << ":" << s.location.line;
-    if (s.location.inlined_line)
-      text << ", inlined at " << file(s.location.inlined_file) << ":" << s.location.inlined_line;
-    text << "\n  PTX     line " << s.line << ": " << s.text;
-    if (!s.problem.empty()) text << " (" << s.problem << ")";
-    const Dim &b = warp->block->index, &size = config.block;
-    text << "\n  block   (" << b.x << ", " << b.y << ", " << b.z << "), warp " << warp->id;
-    if (error.lane >= 0) {
-      const uint64_t thread = warp->id * kLanes + error.lane;
-      text << ", lane " << error.lane << ", thread (" << thread % size.x << ", " << thread / size.x % size.y << ", "
-           << thread / size.x / size.y << ")";
-    }
-  }
-  text << "\n  seed    " << options.seed;
-  return text.str();
 }
 
 }  // namespace interpreter

@@ -1,16 +1,12 @@
 // Matrices in the registers of a warp: ldmatrix, stmatrix, mma.
 //
-// With g = lane / 4 and t = lane % 4, of an 8 x 8 matrix of 16-bit elements a lane has row g, columns 2t and 2t + 1.
+// With g = lane / 4 and t = lane % 4, a lane has row g, columns 2t and 2t + 1 of an 8 x 8 matrix of 16-bit elements.
 #include "elementwise.h"
 
 namespace interpreter {
 namespace {
 
-struct Matrix8 {
-  uint16_t element[8][8];
-};
-
-// Rows of 16 bytes of count matrices. Lane 8 q + r has the address of row r of matrix q.
+// Checks the rows, of 16 bytes, of i.count matrices. Lane 8 q + r has the address of row r of matrix q.
 void check_rows(Warp& w, const Instruction& i, Mask lanes, bool write, uint64_t (&addresses)[kLanes]) {
   const Mask rows = i.count == 4 ? kAllLanes : (Mask(1) << 8 * i.count) - 1;
   if (lanes & rows & ~w.live) fault(-1, "a lane that has exited would give an address");
@@ -19,42 +15,69 @@ void check_rows(Warp& w, const Instruction& i, Mask lanes, bool write, uint64_t 
   for (int l = 0; l < 8 * i.count; l++) {
     if (addresses[l] + 16 > w.block->shared.size())
       fault(l, "row of a matrix out of bounds of shared memory: at ", addresses[l], " of ", w.block->shared.size());
-    w.block->shared.check(w, l, addresses[l], 16, write ? Access::write : Access::read, true);
+    w.block->shared.check(w, l, addresses[l], 16, write ? Access::write : Access::read, nullptr, true);
   }
 }
 
-// option: transposed.
+// The offset of a lane's low (half 0) or high element in a matrix of 8 rows of 16 bytes.
+int byte_of(const Instruction& i, int lane, int half) {
+  const int row = lane / 4, column = lane % 4 * 2 + half;
+  return i.option ? 16 * column + 2 * row : 16 * row + 2 * column;  // option: transposed
+}
+
+// The lanes whose two elements are initialised.
+Mask known_lanes(const Instruction& i, const uint8_t (&known)[128]) {
+  Mask all = 0;
+  for (int l = 0; l < kLanes; l++) {
+    const int low = byte_of(i, l, 0), high = byte_of(i, l, 1);
+    all |= Mask((known[low] & known[low + 1] & known[high] & known[high + 1]) & 1) << l;
+  }
+  return all;
+}
+
 Flow load_matrices(Warp& w, const Instruction& i, Mask lanes) {
   uint64_t addresses[kLanes];
+  SharedMemory& shared = w.block->shared;
   check_rows(w, i, lanes, false, addresses);
   for (int q = 0; q < i.count; q++) {
-    Matrix8 m;
-    for (int r = 0; r < 8; r++) std::memcpy(m.element[r], w.block->shared.data() + addresses[8 * q + r], 16);
+    uint8_t bytes[128], known[128];
+    for (int r = 0; r < 8; r++) {
+      std::memcpy(bytes + 16 * r, shared.data() + addresses[8 * q + r], 16);
+      std::memcpy(known + 16 * r, shared.known() + addresses[8 * q + r], 16);
+    }
     uint32_t* to = w.cells<uint32_t>(i.dst[q]);
     for (int l = 0; l < kLanes; l++) {
-      const int row = l / 4, column = l % 4 * 2;
-      const uint16_t low = i.option ? m.element[column][row] : m.element[row][column];
-      const uint16_t high = i.option ? m.element[column + 1][row] : m.element[row][column + 1];
+      uint16_t low, high;
+      std::memcpy(&low, bytes + byte_of(i, l, 0), 2);
+      std::memcpy(&high, bytes + byte_of(i, l, 1), 2);
       to[l] = low | uint32_t(high) << 16;
     }
-    w.define(i.dst[q], kAllLanes, kAllLanes);
+    uint8_t all = 0xff;
+    for (uint8_t byte : known) all &= byte;
+    const Mask initialised = all ? kAllLanes : known_lanes(i, known);
+    w.define(i.dst[q], kAllLanes, initialised);
+    if (const Mask missing = ~initialised)
+      w.note_origin(i.dst[q], missing, Space::shared, addresses[8 * q + byte_of(i, std::countr_zero(missing), 0) / 16]);
   }
   return Flow::next;
 }
 
 Flow store_matrices(Warp& w, const Instruction& i, Mask lanes) {
   uint64_t addresses[kLanes];
-  for (int q = 0; q < i.count; q++) w.need(i.src[1 + q], lanes, "a matrix to store");
+  SharedMemory& shared = w.block->shared;
   check_rows(w, i, lanes, true, addresses);
   for (int q = 0; q < i.count; q++) {
-    Matrix8 m;
     const uint32_t* from = w.cells<uint32_t>(i.src[1 + q]);
     for (int l = 0; l < kLanes; l++) {
-      const int row = l / 4, column = l % 4 * 2;
-      (i.option ? m.element[column][row] : m.element[row][column]) = from[l];
-      (i.option ? m.element[column + 1][row] : m.element[row][column + 1]) = from[l] >> 16;
+      const uint8_t known = w.defined[i.src[1 + q]] >> l & 1 ? 0xff : 0;
+      for (int half = 0; half < 2; half++) {
+        const uint16_t element = from[l] >> 16 * half;
+        const int byte = byte_of(i, l, half);
+        const uint64_t at = addresses[8 * q + byte / 16] + byte % 16;
+        std::memcpy(shared.data() + at, &element, 2);
+        std::memset(shared.known() + at, known, 2);
+      }
     }
-    for (int r = 0; r < 8; r++) std::memcpy(w.block->shared.data() + addresses[8 * q + r], m.element[r], 16);
   }
   return Flow::next;
 }
@@ -82,7 +105,7 @@ void matrices(Decoding& d, bool is_store) {
 
 struct tf32 {};
 
-// The elements that a register has of A, B or C, as floats.
+// A register's two elements as floats.
 template <class T> void unpack(const uint32_t* cells, float (&low)[kLanes], float (&high)[kLanes]) {
   for (int l = 0; l < kLanes; l++) {
     if constexpr (std::is_same_v<T, bf16>) {
@@ -95,15 +118,30 @@ template <class T> void unpack(const uint32_t* cells, float (&low)[kLanes], floa
   }
 }
 
+// The lanes in which register c of D is initialised: those whose row of A, column of B and element of C are.
+template <int kA, int kB> Mask known_products(const Warp& w, const Instruction& i, int c) {
+  Mask known = w.defined[i.src[kA + kB + c]];
+  for (int part = 0; part < kA; part++) {
+    const Mask a = w.defined[i.src[part]];
+    for (int row = 0; row < 8 && part % 2 == c / 2; row++)
+      if ((a >> 4 * row & 15) != 15) known &= ~(Mask(15) << 4 * row);
+  }
+  for (int part = 0; part < kB; part++) {
+    const Mask b = w.defined[i.src[kA + part]];
+    for (int column = 0; column < 8; column++)
+      if (column % 2 == c % 2 && (b >> 4 * column & 15) != 15) known &= ~(Mask(0x11111111) << column / 2);
+  }
+  return known;
+}
+
 // D[16][8] = A[16][K] B[K][8] + C, K = 8 or 16. T is the type of A and B; C and D are float.
-//   A register a (two 16-bit elements): row g + 8 (a % 2), columns 2t + 8 (a / 2) and the next; tf32: column t + 4 (a / 2)
+//   A register a (two 16-bit elements): row g + 8 (a % 2), columns 2t + 8 (a / 2) and the next
+//   A register a (one tf32): row g + 8 (a % 2), column t + 4 (a / 2)
 //   B register b: rows 2t + 8 b and the next, column g; tf32: row t + 4 b
 //   C, D register c: row g + 8 (c / 2), column 2t + c % 2
-template <class T, int K> Flow multiply_matrices(Warp& w, const Instruction& i, Mask lanes) {
+template <class T, int K> Flow multiply_matrices(Warp& w, const Instruction& i, Mask) {
   constexpr bool kWhole = std::is_same_v<T, tf32>;
   constexpr int kA = kWhole ? K / 2 : K / 4, kB = kWhole ? K / 4 : K / 8;
-  for (int s = 0; s < kA + kB + 4; s++)
-    w.need(i.src[s], lanes, s < kA ? "A of mma" : s < kA + kB ? "B of mma" : "C of mma");
   float a[16][K], b[K][8], c[16][8], low[kLanes], high[kLanes];
   for (int s = 0; s < kA + kB; s++) {
     const uint32_t* cells = w.cells<uint32_t>(i.src[s]);
@@ -139,8 +177,11 @@ template <class T, int K> Flow multiply_matrices(Warp& w, const Instruction& i, 
   for (int r = 0; r < 4; r++) {
     uint32_t* to = w.cells<uint32_t>(i.dst[r]);
     for (int l = 0; l < kLanes; l++) to[l] = to_cell<float>(c[l / 4 + 8 * (r / 2)][l % 4 * 2 + r % 2]);
-    w.define(i.dst[r], kAllLanes, kAllLanes);
   }
+  Mask known[4];
+  const bool all = w.known(i) == kAllLanes;
+  for (int r = 0; r < 4; r++) known[r] = all ? kAllLanes : known_products<kA, kB>(w, i, r);
+  for (int r = 0; r < 4; r++) w.define(i.dst[r], kAllLanes, known[r]);
   w.block->launch.counts.mmas++;
   return Flow::next;
 }

@@ -5,11 +5,12 @@
 #include <cstring>
 
 #include "fault.h"
+#include "machine.h"
 
 namespace interpreter {
 namespace {
 
-// Calls visit(offset in bytes, elements) for elements that follow each other, in the order of the tensor.
+// Calls visit(offset in bytes, number of elements) for each run of adjacent elements, in the tensor's order.
 template <class Visit>
 void for_elements(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t item, Visit&& visit) {
   for (int64_t size : sizes)
@@ -37,6 +38,23 @@ std::string in_hex(uint64_t address) {
 
 void GlobalMemory::clear() {
   regions_.clear();
+  by_tag_.assign(1, nullptr);
+  last_ = nullptr;
+}
+
+void GlobalMemory::add(std::unique_ptr<Region> region) {
+  const uint64_t bytes = region->end - region->begin;
+  region->writer.assign(bytes, 0);
+  region->reader.assign(bytes, 0);
+  region->moment.assign(bytes, 0);
+  if (region->tag == 0) {
+    const auto unused = std::find(by_tag_.begin() + 1, by_tag_.end(), nullptr);
+    region->tag = unused - by_tag_.begin();
+    if (unused == by_tag_.end()) by_tag_.push_back(nullptr);
+  }
+  by_tag_.at(region->tag) = region.get();
+  regions_.push_back(std::move(region));
+  std::sort(regions_.begin(), regions_.end(), [](const auto& a, const auto& b) { return a->begin < b->begin; });
   last_ = nullptr;
 }
 
@@ -51,7 +69,7 @@ void GlobalMemory::declare(const std::string& name, uint64_t data, const std::ve
   region->begin = data + begin;
   region->end = data + end;
   region->name = name;
-  // Views of one memory become one region.
+  // Overlapping views become one region.
   std::vector<std::unique_ptr<Region>> apart, overlapping;
   for (auto& other : regions_)
     (other->begin < region->end && region->begin < other->end ? overlapping : apart).push_back(std::move(other));
@@ -60,20 +78,17 @@ void GlobalMemory::declare(const std::string& name, uint64_t data, const std::ve
     region->begin = std::min(region->begin, other->begin);
     region->end = std::max(region->end, other->end);
     if (other->name.find(name) == std::string::npos) region->name += "/" + other->name;
+    by_tag_[other->tag] = nullptr;
+    region->tag = other->tag;
   }
-  const uint64_t bytes = region->end - region->begin;
-  region->flags.assign(bytes, 0);
-  region->writer.assign(bytes, 0);
-  region->reader.assign(bytes, 0);
+  region->flags.assign(region->end - region->begin, 0);
   for (const auto& other : overlapping)
     for (size_t b = 0; b < other->flags.size(); b++) region->flags[other->begin - region->begin + b] |= other->flags[b];
   for_elements(sizes, strides, item, [&](int64_t offset, int64_t elements) {
     uint8_t* of_elements = &region->flags[data + offset - region->begin];
     for (int64_t b = 0; b < elements * item; b++) of_elements[b] |= flags;
   });
-  regions_.push_back(std::move(region));
-  std::sort(regions_.begin(), regions_.end(), [](const auto& a, const auto& b) { return a->begin < b->begin; });
-  last_ = nullptr;
+  add(std::move(region));
 }
 
 void GlobalMemory::allocate(const std::string& name, uint64_t data, uint64_t bytes) {
@@ -83,16 +98,16 @@ void GlobalMemory::allocate(const std::string& name, uint64_t data, uint64_t byt
   region->end = data + bytes;
   region->name = name;
   region->flags.assign(bytes, kReadable | kWritable);
-  region->writer.assign(bytes, 0);
-  region->reader.assign(bytes, 0);
   region->host_may_have_written = true;
-  regions_.push_back(std::move(region));
-  std::sort(regions_.begin(), regions_.end(), [](const auto& a, const auto& b) { return a->begin < b->begin; });
-  last_ = nullptr;
+  add(std::move(region));
 }
 
 void GlobalMemory::release(uint64_t data) {
-  std::erase_if(regions_, [&](const auto& region) { return region->begin == data; });
+  std::erase_if(regions_, [&](const auto& region) {
+    if (region->begin != data) return false;
+    by_tag_[region->tag] = nullptr;
+    return true;
+  });
   last_ = nullptr;
 }
 
@@ -101,7 +116,7 @@ void GlobalMemory::note_host_writes() {
     if (!region->host_may_have_written) continue;
     region->host_may_have_written = false;
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(region->begin);
-    // By two bytes, the smallest element there is: that of -inf has one that is the poison.
+    // In pairs of bytes, the smallest element: one byte of a 16-bit number may equal kPoison.
     for (size_t b = 0; b < region->flags.size(); b++)
       if (bytes[b] != kPoison || ((b ^ 1) < region->flags.size() && bytes[b ^ 1] != kPoison))
         region->flags[b] |= kWritten;
@@ -119,6 +134,26 @@ Region* GlobalMemory::find(uint64_t address) {
 
 const Region* GlobalMemory::find(uint64_t address) const { return const_cast<GlobalMemory*>(this)->find(address); }
 
+Region* GlobalMemory::region_of(uint64_t pointer) {
+  const uint64_t tag = pointer >> kTagShift;
+  return tag ? (tag < by_tag_.size() ? by_tag_[tag] : nullptr) : find(pointer);
+}
+
+uint64_t GlobalMemory::tagged(uint64_t pointer) const {
+  const Region* region = find(pointer);
+  return region ? pointer | uint64_t(region->tag) << kTagShift : pointer;
+}
+
+bool GlobalMemory::is_writable(uint64_t pointer) {
+  const Region* region = region_of(pointer);
+  return region && (region->flags[untagged(pointer) - region->begin] & kWritable);
+}
+
+std::string GlobalMemory::place(uint64_t pointer) const {
+  const Region* region = find(untagged(pointer));
+  return region ? describe(*region, untagged(pointer)) : in_hex(pointer);
+}
+
 std::string GlobalMemory::describe(const Region& region, uint64_t address) const {
   return region.name + " + " + std::to_string(address - region.begin) + " bytes";
 }
@@ -135,6 +170,17 @@ std::string GlobalMemory::nearest(uint64_t address) const {
   if (!best || least > (1 << 20)) return "nothing is near";
   return std::to_string(least) + (address < best->begin ? " bytes before " : " bytes after the end of ") + best->name +
          ", which is of " + std::to_string(best->end - best->begin) + " bytes";
+}
+
+// Describes an address outside of the tensor it was meant for (null: unknown).
+std::string GlobalMemory::outside(const Region* region, uint64_t address) const {
+  if (!region) return nearest(address);
+  if (region->begin <= address && address < region->end) return "it goes beyond the end of " + region->name;
+  const bool before = address < region->begin;
+  const Region* other = find(address);
+  return std::to_string(before ? region->begin - address : address - region->end) +
+         (before ? " bytes before " : " bytes after the end of ") + region->name + ", which is of " +
+         std::to_string(region->end - region->begin) + " bytes" + (other ? ", in " + other->name : "");
 }
 
 void GlobalMemory::host_write(uint64_t data, uint64_t bytes) {
@@ -170,7 +216,7 @@ int64_t GlobalMemory::unwritten(uint64_t data, const std::vector<int64_t>& sizes
 
 void GlobalMemory::begin_launch(uint32_t blocks) {
   note_host_writes();
-  if (uint64_t(next_stamp_) + blocks + 2 >= kAtomic) {
+  if (uint64_t(next_stamp_) + blocks + 2 >= kStamp) {
     for (const auto& region : regions_) {
       std::fill(region->writer.begin(), region->writer.end(), 0);
       std::fill(region->reader.begin(), region->reader.end(), 0);
@@ -182,20 +228,26 @@ void GlobalMemory::begin_launch(uint32_t blocks) {
   traffic = {};
 }
 
-// Of kSize bytes: true if all is well, and then it is noted.
-template <uint32_t kSize> bool GlobalMemory::check_bytes(uint32_t me, Region& region, uint64_t at, Access access) {
-  uint8_t* flags = &region.flags[at];
-  uint32_t *writer = &region.writer[at], *reader = &region.reader[at];
-  uint8_t all = 0xff;
-  uint32_t bad = 0, fresh = 0;
-  for (uint32_t b = 0; b < kSize; b++) all &= flags[b];
+// Fast path: whether an access is allowed, and no earlier access of this launch needs to be ordered before it.
+template <uint32_t kSize>
+bool GlobalMemory::is_plain(uint32_t me, const Region& region, uint64_t at, Access access) const {
+  const uint8_t* flags = &region.flags[at];
+  const uint32_t *writer = &region.writer[at], *reader = &region.reader[at];
   const uint8_t needed = (reads(access) ? kReadable | kWritten : 0) | (writes(access) ? kWritable : 0);
-  if ((all & needed) != needed) return false;
   const uint32_t harmless = atomic(access) ? kAtomic : 0;
-  for (uint32_t b = 0; b < kSize; b++) {
-    const uint32_t wrote = writer[b] & ~kAtomic;
-    bad += wrote >= stamp_ && wrote != me && !(writer[b] & harmless);
-  }
+  uint8_t all = 0xff;
+  uint32_t met = 0;
+  for (uint32_t b = 0; b < kSize; b++) all &= flags[b];
+  for (uint32_t b = 0; b < kSize; b++) met += (writer[b] & kStamp) >= stamp_ && !(writer[b] & harmless);
+  if (writes(access))
+    for (uint32_t b = 0; b < kSize; b++) met += reader[b] >= stamp_ && reader[b] != me;
+  return (all & needed) == needed && met == 0;
+}
+
+template <uint32_t kSize>
+void GlobalMemory::note(uint32_t me, uint32_t moment, Region& region, uint64_t at, Access access) {
+  uint32_t *writer = &region.writer[at], *reader = &region.reader[at];
+  uint32_t fresh = 0;
   if (access == Access::read) {
     for (uint32_t b = 0; b < kSize; b++) {
       fresh += reader[b] < stamp_;
@@ -204,63 +256,107 @@ template <uint32_t kSize> bool GlobalMemory::check_bytes(uint32_t me, Region& re
     traffic.distinct_bytes_read += fresh;
   } else if (writes(access)) {
     for (uint32_t b = 0; b < kSize; b++) {
-      const uint32_t wrote = writer[b] & ~kAtomic;
-      bad += reader[b] >= stamp_ && reader[b] != me;
-      fresh += wrote < stamp_;
-      // Where a block also wrote plainly, that is what others must not meet.
-      writer[b] = me | (wrote == me ? writer[b] & harmless : harmless);
-      flags[b] |= kWritten;
+      const uint32_t before = writer[b] & kStamp;
+      fresh += before < stamp_;
+      region.flags[at + b] |= kWritten;
+      // A block's plain write stays noted: it races with more accesses than its later atomic.
+      if (atomic(access) && writer[b] == me) continue;
+      const bool others = before >= stamp_ && (before != me || writer[b] & kSeveral);
+      writer[b] = me | (atomic(access) ? kAtomic | (others ? kSeveral : 0) : 0);
+      region.moment[at + b] = moment;
     }
     traffic.distinct_bytes_written += fresh;
   }
-  return bad == 0;
 }
 
-void GlobalMemory::check(int lane, uint32_t block, uint64_t address, uint32_t size, Access access) {
-  Region* region = find(address);
-  const uint32_t me = stamp_ + 1 + block;
-  if (!region || address + size > region->end) {
-    fault(lane, "global ", writes(access) ? "write" : "read", " of ", size, " bytes out of bounds at ", in_hex(address),
-          ": ", region ? "it goes beyond the end of " + region->name : nearest(address));
+// Warp, lane and clock of an access, packed into a word.
+constexpr int kClockBits = 22, kLaneBits = 5;
+constexpr uint32_t kLastClock = (1u << kClockBits) - 1;
+static uint32_t moment_of(const Warp& warp, int lane) {
+  const uint32_t clock = std::min(warp.block->clock_of(warp.clock), kLastClock);
+  return uint32_t(warp.id) << (kClockBits + kLaneBits) | uint32_t(lane) << kClockBits | clock;
+}
+
+template <uint32_t kSize>
+void GlobalMemory::check_bytes(const Warp& warp, int lane, Region& region, uint64_t at, Access access,
+                               const void* value) {
+  const uint32_t me = stamp_ + 1 + warp.block->linear;
+  if (!is_plain<kSize>(me, region, at, access)) [[unlikely]] {
+    check_flags(lane, region, at, kSize, access);
+    const uint8_t* before = reinterpret_cast<const uint8_t*>(region.begin + at);
+    for (uint32_t b = 0; b < kSize; b++)
+      check_order(warp, lane, region, at + b, access, value && static_cast<const uint8_t*>(value)[b] == before[b]);
   }
+  note<kSize>(me, moment_of(warp, lane), region, at, access);
+}
+
+void GlobalMemory::check(const Warp& warp, int lane, uint64_t pointer, uint32_t size, Access access,
+                         const void* value) {
+  Region* region = region_of(pointer);
+  const uint64_t address = untagged(pointer);
+  if (!region || address < region->begin || address + size > region->end)
+    fault(lane, "global ", writes(access) ? "write" : "read", " of ", size, " bytes out of bounds at ", in_hex(address),
+          ": ", outside(region, address));
   if (address % size)
     fault(lane, "misaligned global access of ", size, " bytes at ", describe(*region, address), ", address ",
           in_hex(address));
+  if (writes(access) && warp.block->watched_sources) warp.block->check_sources(lane, address, size);
   const uint64_t at = address - region->begin;
-  bool fine = true;
   switch (size) {
-    case 1: fine = check_bytes<1>(me, *region, at, access); break;
-    case 2: fine = check_bytes<2>(me, *region, at, access); break;
-    case 4: fine = check_bytes<4>(me, *region, at, access); break;
-    case 8: fine = check_bytes<8>(me, *region, at, access); break;
-    default: fine = check_bytes<16>(me, *region, at, access); break;
+    case 1: return check_bytes<1>(warp, lane, *region, at, access, value);
+    case 2: return check_bytes<2>(warp, lane, *region, at, access, value);
+    case 4: return check_bytes<4>(warp, lane, *region, at, access, value);
+    case 8: return check_bytes<8>(warp, lane, *region, at, access, value);
+    default: return check_bytes<16>(warp, lane, *region, at, access, value);
   }
-  if (!fine) explain(lane, me, *region, address, size, access);
 }
 
-void GlobalMemory::explain(int lane, uint32_t me, const Region& region, uint64_t address, uint32_t size,
-                           Access access) const {
-  const std::string where = describe(region, address);
+void GlobalMemory::check_flags(int lane, const Region& region, uint64_t at, uint32_t size, Access access) const {
+  const std::string where = describe(region, region.begin + at);
   for (uint32_t b = 0; b < size; b++) {
-    const uint64_t at = address - region.begin + b;
-    const uint8_t flags = region.flags[at];
-    const char* verb = writes(access) ? "write" : "read";
-    if (!(flags & kReadable)) fault(lane, "global ", verb, " between the elements of ", where);
+    const uint8_t flags = region.flags[at + b];
+    if (!(flags & kReadable))
+      fault(lane, "global ", writes(access) ? "write" : "read", " between the elements of ", where);
     if (writes(access) && !(flags & kWritable)) fault(lane, "write to an input: ", where);
     if (reads(access) && !(flags & kWritten)) fault(lane, "read of uninitialised global memory: ", where);
   }
-  for (uint32_t b = 0; b < size; b++) {
-    const uint64_t at = address - region.begin + b;
-    const uint32_t wrote = region.writer[at] & ~kAtomic, read = region.reader[at];
-    if (!writes(access) && wrote >= stamp_ && wrote != me)
-      fault(lane, "race on global memory: this block reads what block ", wrote - stamp_ - 1,
-            " of the same launch wrote: ", where);
-    if (writes(access) && read >= stamp_ && read != me)
-      fault(lane, "race on global memory: this block writes what ",
-            read == stamp_ ? "other blocks" : "block " + std::to_string(read - stamp_ - 1),
-            " of the same launch read: ", where);
+}
+
+// Checks that earlier accesses of this launch to one byte are ordered before this one.
+void GlobalMemory::check_order(const Warp& warp, int lane, const Region& region, uint64_t at, Access access,
+                               bool same_value) const {
+  const uint32_t me = stamp_ + 1 + warp.block->linear, wrote = region.writer[at] & kStamp, read = region.reader[at];
+  const bool both_atomic = atomic(access) && (region.writer[at] & kAtomic);
+  const std::string where = ": " + describe(region, region.begin + at);
+  const std::string race = "race on global memory: ";
+  if (wrote >= stamp_ && !both_atomic) {
+    const uint32_t block = wrote - stamp_ - 1, clock = region.moment[at] & kLastClock;
+    const int other = region.moment[at] >> (kClockBits + kLaneBits);
+    const int other_lane = region.moment[at] >> kClockBits & (kLanes - 1);
+    const std::string verb = writes(access) ? "writes" : "reads";
+    // Which other blocks wrote is not kept. To have acquired anything is enough.
+    if (region.writer[at] & kSeveral && warp.order.acquired.empty())
+      fault(lane, race, "this block ", verb, " what several blocks of the same launch wrote", where);
+    if (wrote != me && !warp.order.acquired.covers(block, other, clock)) {
+      if (!writes(access)) fault(lane, race, "this block reads what block ", block, " of the same launch wrote", where);
+      fault(lane, race, "another block of the same launch wrote the same address", where);
+    }
+    const bool own = other == warp.id && other_lane == lane;
+    if (wrote == me && !own && !same_value && clock > warp.block->clock_of(warp.seen[other])) {
+      if (other == warp.id)
+        fault(lane, race, "this lane ", verb, " what lane ", other_lane,
+              " of its warp wrote, without __syncwarp between", where);
+      fault(lane, race, "warp ", warp.id, " ", verb, " what warp ", other, " wrote, without a barrier between", where);
+    }
   }
-  fault(lane, "race on global memory: another block of the same launch wrote the same address: ", where);
+  // The time of reads by other blocks is not kept. To have acquired anything from the reader's block is enough.
+  if (!writes(access) || read < stamp_ || read == me) return;
+  const bool knows =
+      read == stamp_ ? !warp.order.acquired.empty() : warp.order.acquired.of(read - stamp_ - 1) != nullptr;
+  if (!knows)
+    fault(lane, race, "this block writes what ",
+          read == stamp_ ? "other blocks" : "block " + std::to_string(read - stamp_ - 1), " of the same launch read",
+          where);
 }
 
 void GlobalMemory::count(const uint64_t* addresses, uint32_t mask, uint32_t size, Access access) {

@@ -1,4 +1,4 @@
-// Numbers as PTX has them, and the cells that registers keep them in.
+// PTX's number types, and the cells that registers store them in.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct bf16 {
 
   bf16() = default;
   explicit bf16(double x) {
-    // Of the two floats around x the one whose last bit is odd: rounding that again is as rounding once.
+    // Round to odd first: rounding that to 16 bits gives the same as rounding x directly.
     float near = x;
     if (near != x && x == x && !std::isinf(near)) {
       const uint32_t word = std::bit_cast<uint32_t>(near);
@@ -128,7 +128,7 @@ inline int bytes(Type type) {
 }
 inline bool is_signed(Type t) { return t == Type::s8 || t == Type::s16 || t == Type::s32 || t == Type::s64; }
 
-// Whether an instruction's type means T. Bits are unsigned numbers here.
+// Whether an instruction's type is T. Untyped bits count as unsigned.
 template <class T> bool means(Type type) {
   if constexpr (std::is_same_v<T, uint8_t>) return type == Type::u8 || type == Type::b8;
   if constexpr (std::is_same_v<T, uint16_t>) return type == Type::u16 || type == Type::b16;

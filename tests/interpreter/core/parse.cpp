@@ -1,4 +1,4 @@
-// From the text of PTX to functions of statements.
+// Parses PTX text into functions and statements.
 #include <cctype>
 #include <sstream>
 
@@ -8,7 +8,7 @@
 namespace interpreter {
 namespace {
 
-// Takes comments out, and leaves the lines as they are.
+// Removes comments but keeps line breaks.
 std::string without_comments(const std::string& from) {
   std::string to;
   bool quoted = false;
@@ -78,9 +78,34 @@ class Parser {
       }
       external_ = false;
     }
+    for (const Initial& initial : initials_) initialise(initial);
   }
 
+  uint32_t line() const { return line_; }
+
  private:
+  // A variable's initial value. It may name a function or variable declared later, so it is evaluated last.
+  struct Initial {
+    std::string text;
+    uint8_t* at;
+    uint32_t bytes, line;
+  };
+
+  void initialise(const Initial& initial) {
+    line_ = initial.line;
+    uint64_t bits = 0;
+    if (is_number(initial.text)) {
+      bits = parse_number(initial.text);
+    } else {
+      std::string name = initial.text;
+      if (name.rfind("generic(", 0) == 0) name = name.substr(8, name.find(')') - 8) + name.substr(name.find(')') + 1);
+      const size_t plus = std::min(name.find('+'), name.size());
+      bits = module_.address_of(trim(name.substr(0, plus)));
+      if (plus < name.size()) bits += parse_number(trim(name.substr(plus + 1)));
+    }
+    std::memcpy(initial.at, &bits, initial.bytes);
+  }
+
   bool skip_space() {
     while (at_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[at_]))) advance();
     return at_ < text_.size();
@@ -91,7 +116,7 @@ class Parser {
     while (at_ < text_.size() && !std::isspace(static_cast<unsigned char>(text_[at_]))) at_++;
     return text_.substr(begin, at_ - begin);
   }
-  // What comes before any of these characters, and goes past that one.
+  // The text up to one of these characters, which is skipped.
   std::string until(const char* ends) {
     const size_t begin = at_;
     while (at_ < text_.size() && !std::strchr(ends, text_[at_])) advance();
@@ -118,8 +143,8 @@ class Parser {
       if (list[0] == '{') list = list.substr(1, list.rfind('}') - 1);
       size_t at = 0;
       for (const std::string& value : split(list)) {
-        const uint64_t bits = parse_number(value);
-        std::memcpy(variable->bytes.data() + at, &bits, d.element);
+        if (at + d.element > variable->bytes.size()) throw Unsupported("too many values of " + d.name);
+        initials_.push_back({value, variable->bytes.data() + at, d.element, line_});
         at += d.element;
       }
     }
@@ -218,6 +243,7 @@ class Parser {
   size_t at_ = 0;
   uint32_t line_ = 1;
   bool external_ = false;
+  std::vector<Initial> initials_;
 };
 
 }  // namespace
@@ -259,10 +285,12 @@ bool is_number(const std::string& text) {
   return !text.empty() && (std::isdigit(static_cast<unsigned char>(text[0])) || text[0] == '-');
 }
 
-uint64_t parse_number(const std::string& text) {
+uint64_t parse_number(const std::string& text) try {
   if (text.size() > 2 && text[0] == '0' && std::strchr("fFdD", text[1]))
     return std::stoull(text.substr(2), nullptr, 16);
   return text[0] == '-' ? uint64_t(std::stoll(text, nullptr, 0)) : std::stoull(text, nullptr, 0);
+} catch (const std::logic_error&) {
+  throw Unsupported("unsupported: number " + text);
 }
 
 Declaration parse_declaration(const std::string& text) {
@@ -290,6 +318,21 @@ Declaration parse_declaration(const std::string& text) {
   return d;
 }
 
-Module::Module(std::string ptx) : text(std::move(ptx)) { Parser(*this).parse(); }
+uint64_t Module::address_of(const std::string& name) const {
+  if (const auto variable = globals.find(name); variable != globals.end())
+    return reinterpret_cast<uint64_t>(variable->second->bytes.data());
+  const auto function = functions.find(name);
+  if (function == functions.end()) throw Unsupported("unsupported: address of " + name);
+  return kFunctions + 16 * std::distance(functions.begin(), function);
+}
+
+Module::Module(std::string ptx) : text(std::move(ptx)) {
+  Parser parser(*this);
+  try {
+    parser.parse();
+  } catch (const std::exception& error) {
+    throw Unsupported("PTX line " + std::to_string(parser.line()) + ": " + error.what());
+  }
+}
 
 }  // namespace interpreter

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "numbers.h"
+#include "ordering.h"
 
 namespace interpreter {
 
@@ -21,40 +22,42 @@ constexpr Mask kAllLanes = ~Mask(0);
 struct Warp;
 struct Instruction;
 
-// What an instruction did to the lanes that executed it.
+// What a path does after an instruction.
 enum class Flow : uint8_t { next, jump, wait };
 using Handler = Flow (*)(Warp&, const Instruction&, Mask);
 
 enum class Space : uint8_t { generic, global, shared, param, local };
+constexpr const char* kSpaces[] = {"generic", "global", "shared", "param", "local"};
 // Which lanes must execute an instruction together.
 enum class Together : uint8_t { no, members, live };
 
 struct Location {
   uint32_t file = 0, line = 0;
-  uint32_t inlined_file = 0, inlined_line = 0;  // where the function was called that this line is of; 0: it was not
+  uint32_t inlined_file = 0, inlined_line = 0;  // the call, if the line is of an inlined function; else 0
 };
 
 struct Instruction {
   Handler execute = nullptr;
-  // Registers, each the number of its first slot.
-  uint32_t dst[8], src[16];
+  // Registers, by their first slot.
+  uint32_t dst[8], src[24];
   uint8_t dsts = 0, srcs = 0;
   bool guarded = false, guard_negated = false;
   uint32_t guard = 0;
   Together together = Together::no;
-  uint32_t members = 0;  // the register with the mask of lanes, if together is members
-  // What these mean is up to the instruction.
+  uint32_t members = 0;  // the register with the mask of lanes, for Together::members
+  // The meaning of these depends on the instruction.
   Space space = Space::generic;
   Type type = Type::none;
   uint8_t size = 0, count = 1;
   bool wide = false, negated = false, atomic = false;
+  MemoryScope release = MemoryScope::none;
   uint32_t option = 0;
   int64_t offset = 0;
   uint32_t target = 0;
 
-  uint32_t csr = 0;        // rounding and flushing of floats where they are not the usual ones
-  uint32_t kind = 0;       // as which it is counted
-  uint32_t statement = 0;  // from which it comes
+  uint32_t csr = 0;        // rounding and flushing of floats; 0: the default
+  uint32_t kind = 0;       // index in kinds(), for counts
+  uint32_t statement = 0;  // index in Kernel::statements
 };
 
 struct Statement {
@@ -65,10 +68,10 @@ struct Statement {
   uint32_t line = 0;
   Location location;
   std::string text;
-  std::string problem;  // why it cannot be executed; "": it can
+  std::string problem;  // why it cannot be executed, or ""
 };
 
-// A lane of a special register, for a warp that starts.
+// A special register that the kernel reads.
 struct Special {
   std::string name;
   uint32_t slot;
@@ -92,8 +95,8 @@ struct Kernel {
   uint32_t slots = 0;
   uint32_t param_bytes = 0, static_shared = 0, dynamic_align = 16, local_bytes = 0;
   uint32_t max_threads = 1024;
-  uint32_t carry = 0;  // the register of carries
-  uint32_t cell = 4;   // bytes of the narrowest access that may go to shared memory
+  uint32_t carry = 0;  // the register of carry bits
+  uint32_t cell = 4;   // size of the narrowest access to shared memory, in bytes
 
   std::vector<std::vector<uint32_t>> branch_tables;
 
@@ -117,8 +120,7 @@ struct Function {
 };
 
 struct Variable {
-  std::vector<uint8_t> bytes;  // where it lies
-  uint32_t align = 16;
+  std::vector<uint8_t> bytes;  // the variable's memory
 };
 
 struct Module {
@@ -131,6 +133,12 @@ struct Module {
 
   explicit Module(std::string text);
   const Kernel& kernel(const std::string& name);
+  // The address of a variable or a function. Addresses of functions are mere numbers.
+  uint64_t address_of(const std::string& name) const;
+  static uint64_t function_number(uint64_t address) { return (address - kFunctions) / 16; }
+
+ private:
+  static constexpr uint64_t kFunctions = 0x100000;
 };
 
 // Names of the kinds of instructions that are counted.
@@ -151,7 +159,7 @@ struct Register {
 
 class Translator;
 
-// One statement on its way to an instruction. Every modifier must be taken: what nobody knows is an error.
+// Decodes one statement. Every modifier must be taken: one that is left over is an error.
 class Decoding {
  public:
   Decoding(Translator& translator, const Statement& statement, Instruction& out);
@@ -159,7 +167,7 @@ class Decoding {
   bool take(const char* modifier);
   // The index of the modifier among these, or -1.
   int take_one_of(std::initializer_list<const char*> modifiers);
-  // A modifier that begins so, or "".
+  // Takes the first modifier with this prefix; "" if there is none.
   std::string take_prefixed(const std::string& prefix);
   Type take_type();
   void finish() const;
@@ -179,8 +187,7 @@ class Decoding {
   void write_text(const std::string& text, Type type);
   // A predicate, perhaps negated.
   void read_predicate(size_t operand, bool& negated);
-  // [base + offset]: reads the base and sets offset. Returns whether the base is 64 bits wide. space: changed where a
-  // param is a variable of a call.
+  // [base + offset]: reads the base, sets out.offset and out.wide. Parameters of an inlined call are in local memory.
   void read_address(size_t operand);
   Register register_of(const std::string& text);
   bool is_register(const std::string& text) const;
@@ -191,7 +198,7 @@ class Decoding {
     if constexpr (sizeof(T) == 4) return Type::b32;
     return Type::b16;
   }
-  // Calls then(T()) for the T among these that the instruction is of.
+  // Calls then(T()) for the T that is the instruction's type.
   template <class... T, class Then> void by_type(Types<T...>, Type type, Then&& then) {
     if (!((means<T>(type) ? (then(T()), true) : false) || ...)) fail("type");
   }
@@ -212,8 +219,13 @@ using Table = std::unordered_map<std::string, Decoder>;
 // Every instruction there is, by its opcode.
 const Table& table();
 void add_arithmetic(Table&);
+void add_bits(Table&);
+void add_comparisons(Table&);
 void add_conversions(Table&);
 void add_memory(Table&);
+void add_async(Table&);
+void add_mbarriers(Table&);
+void add_wmma(Table&);
 void add_warp(Table&);
 void add_matrix(Table&);
 

@@ -1,5 +1,5 @@
-// The CUDA runtime, as far as launchers use it, with the interpreter as the device. Its pointers are those of the host,
-// and a stream runs what it is given at once.
+// The part of the CUDA runtime that launchers use, with the interpreter as the device. Device pointers are host
+// pointers, and everything runs synchronously.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 using namespace interpreter;
 
-// A __global__ function of the host.
+// A kernel, as registered by the host code.
 struct KernelHandle {
   std::shared_ptr<Module> module;
   std::string name;
@@ -30,8 +30,7 @@ struct Configuration {
   cudaStream_t stream;
 };
 
-// The text of the PTX in what nvcc embeds: a header, and entries that each have a header. Both begin with where what
-// they describe begins.
+// What nvcc embeds: a header, followed by entries (one is the PTX text), each with a header of its own.
 struct FatHeader {
   uint32_t magic;
   uint16_t version, header_bytes;
@@ -76,7 +75,8 @@ cudaError_t note(cudaError_t error) {
 
 Dim dim(dim3 d) { return {d.x, d.y, d.z}; }
 
-cudaError_t launch(KernelHandle& handle, dim3 grid, dim3 block, void** arguments, size_t shared) try {
+cudaError_t launch(KernelHandle& handle, dim3 grid, dim3 block, void** arguments, size_t shared,
+                   bool cooperative = false) try {
   const Kernel& kernel = handle.kernel();
   Device& device = Device::get();
   const Dim threads = dim(block);
@@ -87,7 +87,7 @@ cudaError_t launch(KernelHandle& handle, dim3 grid, dim3 block, void** arguments
     return note(cudaErrorInvalidConfiguration);
   if (threads.count() > kernel.max_threads) return note(cudaErrorInvalidConfiguration);
   if (shared > most) return note(cudaErrorInvalidValue);
-  LaunchConfig config{dim(grid), threads, uint32_t(shared), std::vector<uint8_t>(kernel.param_bytes)};
+  LaunchConfig config{dim(grid), threads, uint32_t(shared), std::vector<uint8_t>(kernel.param_bytes), cooperative};
   for (size_t p = 0; p < kernel.params.size(); p++)
     std::memcpy(&config.params[kernel.params[p]], arguments[p], kernel.param_sizes[p]);
   return device.launch(kernel, config) ? cudaSuccess : note(cudaErrorLaunchFailure);
@@ -152,6 +152,12 @@ cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arg
   const auto found = kernels().find(host);
   if (found == kernels().end()) return note(cudaErrorInvalidDeviceFunction);
   return launch(found->second, grid, block, arguments, shared);
+}
+cudaError_t cudaLaunchCooperativeKernel(const void* host, dim3 grid, dim3 block, void** arguments, size_t shared,
+                                        cudaStream_t) {
+  const auto found = kernels().find(host);
+  if (found == kernels().end()) return note(cudaErrorInvalidDeviceFunction);
+  return launch(found->second, grid, block, arguments, shared, true);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host, void** arguments) {
   return cudaLaunchKernel(host, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes, config->stream);

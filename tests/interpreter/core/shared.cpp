@@ -10,7 +10,7 @@
 namespace interpreter {
 
 constexpr uint32_t kSegment = 16;
-constexpr uint32_t kInFlight = ~0u;  // the clock of an asynchronous copy that has not been waited for: nobody saw it
+constexpr uint32_t kInFlight = ~0u;  // the clock of an asynchronous copy under way, later than any clock seen
 
 void SharedMemory::begin_launch(uint32_t bytes, uint32_t warps, uint32_t cell) {
   size_ = bytes;
@@ -21,14 +21,14 @@ void SharedMemory::begin_launch(uint32_t bytes, uint32_t warps, uint32_t cell) {
   divided_.assign(bytes / kSegment + 1, false);
   bytes_.assign(bytes + 2048, 0);
   shift_ = (1024 - reinterpret_cast<uint64_t>(bytes_.data()) % 1024) % 1024;
-  written_.assign(bytes + 16, 0);
+  known_.assign(bytes + 16, 0);
   stride_ = sizeof(Cell) / sizeof(uint32_t) + warps_;
   cells_.assign((bytes / cell + 16) * size_t(stride_), 0);
 }
 
 void SharedMemory::begin_block() {
   std::memset(data(), 0xff, size_);
-  std::fill(written_.begin(), written_.end(), 0);
+  std::fill(known_.begin(), known_.end(), 0);
   for (uint32_t index = 0; index < size_ / cell_; index++)
     if (cell(index).clock == kInFlight) cell(index).clock = 0;
 }
@@ -37,7 +37,7 @@ void SharedMemory::race(const Warp& warp, int lane, uint32_t cell, const std::st
   fault(lane, "race on shared memory: warp ", warp.id, " ", what, ", at shared + ", cell * cell_, " bytes");
 }
 
-// The last write of a cell is not known to be over.
+// The last write of a cell is not ordered before this access.
 void SharedMemory::after_write(const Warp& warp, int lane, uint32_t index, bool write, bool several) {
   const Cell& cell = this->cell(index);
   const std::string verb = write ? "writes" : "reads", writer = std::to_string(cell.warp);
@@ -57,10 +57,19 @@ void SharedMemory::after_reads(const Warp& warp, int lane, uint32_t index) {
   race(warp, lane, index, "overwrites what another of its lanes read, without __syncwarp between");
 }
 
-inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, Access access, bool several) {
+// Whether a store leaves a cell's value unchanged.
+bool SharedMemory::same_value(uint32_t index, uint32_t address, uint32_t size, const void* value) {
+  const uint32_t bytes = size == kSegment && !divided_[address / kSegment] ? kSegment : cell_;
+  const uint32_t begin = std::max(address, index * cell_), end = std::min(address + size, index * cell_ + bytes);
+  const uint8_t* from = static_cast<const uint8_t*>(value) + (begin - address);
+  return cell(index).clock != kInFlight && std::memcmp(data() + begin, from, end - begin) == 0;
+}
+
+template <class Same>
+inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, Access access, bool several, Same&& same) {
   Cell& cell = this->cell(index);
   const uint8_t lane8 = several ? kSeveral : lane;
-  if (cell.clock > warp.seen[cell.warp] && !(atomic(access) && cell.writer == Writer::atomic))
+  if (cell.clock > warp.seen[cell.warp] && !(atomic(access) && cell.writer == Writer::atomic) && !same())
     after_write(warp, lane, index, writes(access), several);
   uint32_t* read = cell.reads();
   if (access == Access::observe) return;
@@ -70,7 +79,7 @@ inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, Acces
     read[warp.id] = warp.clock;
     return;
   }
-  // Of its own reads a lane knows.
+  // A lane's own reads come before its write.
   const uint32_t own = read[warp.id];
   if (cell.reader == lane8 && lane8 != kSeveral) read[warp.id] = 0;
   for (uint32_t base = 0; base < warps_; base += 4) {
@@ -82,7 +91,7 @@ inline void SharedMemory::check_cell(Warp& warp, int lane, uint32_t index, Acces
   cell = {warp.clock, uint8_t(warp.id), lane8, atomic(access) ? Writer::atomic : Writer::plain, cell.reader};
 }
 
-// The cells that stand for these bytes. joins: all of them will be as one.
+// Visits the cells of these bytes. joins: they will hold the same state, so that one cell may stand for all.
 template <class Visit>
 inline void SharedMemory::for_cells(uint32_t address, uint32_t size, bool joins, Visit&& visit) {
   const uint32_t segment = address / kSegment, first = segment * per_segment_;
@@ -102,28 +111,24 @@ inline void SharedMemory::for_cells(uint32_t address, uint32_t size, bool joins,
 }
 
 template <uint32_t kSize>
-void SharedMemory::check_sized(Warp& warp, int lane, uint32_t address, Access access, bool several) {
-  for_cells(address, kSize, writes(access), [&](uint32_t cell) { check_cell(warp, lane, cell, access, several); });
-  if (!reads(access)) {
-    std::memset(&written_[address], 0xff, kSize);
-  } else {
-    uint8_t all = 0xff;
-    for (uint32_t b = 0; b < kSize; b++) all &= written_[address + b];
-    if (!all) fault(lane, "read of uninitialised shared memory at shared + ", address, " bytes");
-  }
+void SharedMemory::check_sized(Warp& warp, int lane, uint32_t address, Access access, const void* value, bool several) {
+  for_cells(address, kSize, writes(access), [&](uint32_t cell) {
+    check_cell(warp, lane, cell, access, several, [&] { return value && same_value(cell, address, kSize, value); });
+  });
 }
 
-void SharedMemory::check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access, bool several) {
+void SharedMemory::check(Warp& warp, int lane, uint64_t address, uint32_t size, Access access, const void* value,
+                         bool several) {
   if (address + size > size_)
     fault(lane, "shared ", writes(access) ? "write" : "read", " of ", size, " bytes out of bounds: at ", address,
           " of ", size_, " bytes");
   if (address % size) fault(lane, "misaligned shared access of ", size, " bytes at shared + ", address, " bytes");
   switch (size) {
-    case 1: return check_sized<1>(warp, lane, address, access, several);
-    case 2: return check_sized<2>(warp, lane, address, access, several);
-    case 4: return check_sized<4>(warp, lane, address, access, several);
-    case 8: return check_sized<8>(warp, lane, address, access, several);
-    default: return check_sized<16>(warp, lane, address, access, several);
+    case 1: return check_sized<1>(warp, lane, address, access, value, several);
+    case 2: return check_sized<2>(warp, lane, address, access, value, several);
+    case 4: return check_sized<4>(warp, lane, address, access, value, several);
+    case 8: return check_sized<8>(warp, lane, address, access, value, several);
+    default: return check_sized<16>(warp, lane, address, access, value, several);
   }
 }
 
@@ -134,25 +139,26 @@ void SharedMemory::begin_async(Warp& warp, int lane, uint64_t address, uint32_t 
     cell(index).writer = Writer::async;
   });
   std::memset(data() + address, 0xff, size);
-  std::memset(&written_[address], 0, size);
+  std::memset(&known_[address], 0, size);
 }
 
-void SharedMemory::end_async(Warp& warp, int lane, uint32_t address, uint32_t size) {
+void SharedMemory::end_async(Warp& warp, int lane, uint32_t address, uint32_t size, bool by_mbarrier) {
+  const uint8_t writer = by_mbarrier ? kSeveral : lane;
   for_cells(address, size, true, [&](uint32_t index) {
-    cell(index) = {warp.clock, uint8_t(warp.id), uint8_t(lane), Writer::plain, cell(index).reader};
+    cell(index) = {warp.clock, uint8_t(warp.id), writer, Writer::plain, cell(index).reader};
   });
-  std::memset(&written_[address], 0xff, size);
+  std::memset(&known_[address], 0xff, size);
 }
 
 void count_banks(BankConflicts& counts, const uint64_t* addresses, uint32_t mask, uint32_t size) {
-  // Lanes take turns so that a turn can move 128 bytes: all, half of them, a quarter.
+  // A turn moves at most 128 bytes: it serves all lanes, half or a quarter of them.
   const uint32_t unit = std::max(size, 4u), groups = 128 / unit, per_turn = std::min(groups, 32u);
   counts.accesses++;
   for (uint32_t first = 0; first < 32; first += per_turn) {
     uint32_t turn = mask >> first & (per_turn == 32 ? ~0u : (1u << per_turn) - 1);
     if (!turn) continue;
     counts.ideal++;
-    // A pass serves one unit of each group of banks; the lanes that want that very unit are served together.
+    // A pass serves one unit in each group of banks, to all lanes that access this unit.
     while (turn) {
       uint64_t served[32];
       uint32_t busy = 0, left = 0;

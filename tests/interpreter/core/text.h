@@ -10,7 +10,7 @@
 namespace interpreter {
 
 std::string trim(const std::string& text);
-// At the commas outside of any brackets.
+// Splits at commas outside of brackets.
 std::vector<std::string> split(const std::string& text);
 Type parse_type(const std::string& name);
 bool is_number(const std::string& text);

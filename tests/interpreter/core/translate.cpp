@@ -1,4 +1,4 @@
-// From statements to instructions: names become slots of registers, calls become the bodies of what they call.
+// Translates statements into instructions: names become register slots, and calls are inlined.
 #include <algorithm>
 
 #include "program.h"
@@ -50,7 +50,7 @@ Symbol* Translator::find(const std::string& name) {
       symbol.reg = {add_slots(range->second == RegisterClass::b64), range->second};
       return &(scope.symbols[name] = symbol);
     }
-    if (scope.function) break;  // a function sees nothing of who calls it
+    if (scope.function) break;  // a function does not see its caller's names
   }
   if (const auto shared = kernel_.module->shared.find(name); shared != kernel_.module->shared.end()) {
     scopes_[0].symbols[name] = shared_variable(shared->second);
@@ -183,44 +183,6 @@ void Translator::instruction(const Statement& statement) {
   }
 }
 
-void Translator::call(const Statement& statement) {
-  std::vector<std::string> results, arguments;
-  const Function* callee = nullptr;
-  for (const std::string& operand : statement.operands) {
-    if (operand[0] == '(') {
-      (callee ? arguments : results) = split(operand.substr(1, operand.size() - 2));
-    } else if (!callee) {
-      const auto found = kernel_.module->functions.find(operand);
-      if (found != kernel_.module->functions.end()) callee = &found->second;
-    }
-  }
-  const bool recursive = callee && std::find(calling_.begin(), calling_.end(), callee) != calling_.end();
-  if (!callee || !callee->defined || recursive || !statement.guard.empty()) {
-    Instruction& out = add(statement);
-    make_illegal(out);
-    const bool asserts = callee && callee->name == "__assertfail";
-    kernel_.statements.back().problem = asserts     ? "an assertion failed"
-                                        : recursive ? "a recursive call"
-                                                    : "a call that cannot be followed";
-    return;
-  }
-  Scope scope;
-  scope.function = true;
-  scope.id = ++last_scope_;
-  const auto bind = [&](const std::vector<std::string>& formal, const std::vector<std::string>& actual) {
-    for (size_t i = 0; i < formal.size(); i++)
-      if (const Symbol* symbol = find(actual.at(i))) scope.symbols[parse_declaration(formal[i]).name] = *symbol;
-  };
-  bind(callee->params, arguments);
-  bind(callee->results, results);
-  calling_.push_back(callee);
-  scopes_.push_back(scope);
-  walk(*callee);
-  labels_[{scope.id, "return"}] = kernel_.code.size();
-  scopes_.pop_back();
-  calling_.pop_back();
-}
-
 std::vector<int> Translator::scope_ids() const {
   std::vector<int> ids;
   for (size_t i = scopes_.size(); i-- > 0;) {
@@ -243,7 +205,7 @@ uint32_t Translator::branch_table(const std::string& label) {
   return table;
 }
 
-// A body that does not end with ret ends all the same.
+// For bodies that do not end with ret.
 void Translator::make_end() {
   Statement statement;
   statement.opcode = "exit";
@@ -334,6 +296,7 @@ static bool is_special(const std::string& name) {
                                 "%nsmid",
                                 "%dynamic_smem_size",
                                 "%total_smem_size",
+                                "%envreg",
                                 "%gridid"};
   return std::any_of(std::begin(names), std::end(names), [&](const char* n) { return name.rfind(n, 0) == 0; });
 }
@@ -384,6 +347,8 @@ uint32_t Decoding::source(const std::string& text, Type type) {
   const auto& globals = translator_.module().globals;
   if (const auto found = globals.find(text); found != globals.end())
     return translator_.constant(reinterpret_cast<uint64_t>(found->second->bytes.data()), true);
+  const Module& module = translator_.module();
+  if (module.functions.count(text)) return translator_.constant(module.address_of(text), true);
   fail("operand " + text);
 }
 
@@ -429,8 +394,13 @@ const Table& table() {
   static const Table all = [] {
     Table t;
     add_arithmetic(t);
+    add_bits(t);
+    add_comparisons(t);
     add_conversions(t);
     add_memory(t);
+    add_async(t);
+    add_mbarriers(t);
+    add_wmma(t);
     add_warp(t);
     add_matrix(t);
     return t;

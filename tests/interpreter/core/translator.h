@@ -1,4 +1,4 @@
-// Names and places while a kernel is translated.
+// The translation of a kernel: from names to registers and addresses.
 #pragma once
 
 #include <map>
@@ -12,13 +12,13 @@
 
 namespace interpreter {
 
-// What a name stands for: a register, or a number: where a variable lies in its space.
+// The meaning of a name: a register, or the address of a variable in its space.
 struct Symbol {
   bool is_register = false;
   Register reg{};
   Space space = Space::generic;
   uint64_t value = 0;
-  std::string special;  // known when a block starts
+  std::string special;  // the special register it stands for, if any
 };
 
 struct Scope {
@@ -40,14 +40,14 @@ class Translator {
   uint32_t special(const std::string& name, bool wide);
   Symbol* find(const std::string& name);
   bool in_call() const { return !calling_.empty(); }
-  // The instruction that was added last goes there.
+  // Makes the last instruction branch to a label.
   void branch_to(const std::string& label);
-  // The number of the table of a brx.
+  // The index of a brx's table in Kernel::branch_tables.
   uint32_t branch_table(const std::string& label);
 
  private:
   struct Branch {
-    size_t at;  // of the code; of an entry of a table where that is not -1
+    size_t at;  // in the code; if table is not -1, the branch is an entry of that table
     int table, entry;
     std::vector<int> scopes;
     std::string label;
@@ -58,6 +58,13 @@ class Translator {
   Instruction& add(const Statement&);
   void instruction(const Statement&);
   void call(const Statement&);
+  void call_nothing(const Statement&, const std::string& why);
+  void call_by_pointer(const Statement&, uint32_t pointer, const std::vector<std::string>& results,
+                       const std::vector<std::string>& arguments);
+  void call_printf(const Statement&, const std::vector<std::string>& results,
+                   const std::vector<std::string>& arguments);
+  void inline_body(const Function&, const std::vector<std::string>& results, const std::vector<std::string>& arguments);
+  bool is_calling(const Function&) const;
   void make_end();
   Symbol shared_variable(const std::string& text);
   Symbol per_lane(const std::string& text);
@@ -77,7 +84,7 @@ class Translator {
   std::vector<const Function*> calling_;
 };
 
-// An instruction that is an error if any lane executes it.
+// Makes an instruction that faults when a lane executes it.
 void make_illegal(Instruction& out);
 
 }  // namespace interpreter

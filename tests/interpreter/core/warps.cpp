@@ -1,4 +1,4 @@
-// Control flow, barriers, and what the lanes of a warp do together.
+// Control flow, barriers, and instructions that the lanes of a warp execute together.
 #include "elementwise.h"
 
 namespace interpreter {
@@ -7,10 +7,6 @@ Flow exit_lanes(Warp& w, const Instruction& i, Mask lanes);
 
 static Flow illegal(Warp&, const Instruction&, Mask lanes) { fault(std::countr_zero(lanes), "illegal instruction"); }
 void make_illegal(Instruction& out) { out.execute = illegal; }
-
-namespace {
-
-Flow trap(Warp&, const Instruction&, Mask lanes) { fault(std::countr_zero(lanes), "trap"); }
 
 Flow branch(Warp& w, const Instruction& i, Mask lanes) {
   Path& path = w.path();
@@ -24,37 +20,50 @@ Flow branch(Warp& w, const Instruction& i, Mask lanes) {
   return Flow::jump;
 }
 
-// The lanes that are to leave go to i.target; without one, they end.
+// Each lane branches to its own target.
+Flow branch_to_each(Warp& w, Mask lanes, const uint32_t* targets) {
+  const Path path = w.path();
+  std::vector<Path> ways;
+  for (Mask left = lanes; left;) {
+    const uint32_t target = targets[std::countr_zero(left)];
+    Mask there = 0;
+    for (Mask rest = left; rest; rest &= rest - 1)
+      if (targets[std::countr_zero(rest)] == target) there |= rest & -rest;
+    ways.push_back({target, there});
+    left &= ~there;
+  }
+  if (path.lanes & ~lanes) ways.push_back({path.pc + 1, path.lanes & ~lanes});
+  w.paths[w.current] = ways[0];
+  w.paths.insert(w.paths.end(), ways.begin() + 1, ways.end());
+  return Flow::jump;
+}
+
+namespace {
+
+Flow trap(Warp&, const Instruction&, Mask lanes) { fault(std::countr_zero(lanes), "trap"); }
+
+// Lanes that return from an inlined call branch to its end; others exit.
 Flow return_lanes(Warp& w, const Instruction& i, Mask lanes) {
   return i.option ? branch(w, i, lanes) : exit_lanes(w, i, lanes);
 }
 
 Flow indexed_branch(Warp& w, const Instruction& i, Mask lanes) {
   w.need(i.src[0], lanes, "the index of a branch");
-  const std::vector<uint32_t>& targets = w.block->kernel.branch_tables[i.option];
-  Path& path = w.path();
-  const uint32_t pc = path.pc + 1;
-  Mask left = lanes;
-  std::vector<Path> ways;
-  while (left) {
-    const int first = std::countr_zero(left);
-    const uint32_t index = w.cells<uint32_t>(i.src[0])[first];
-    if (index >= targets.size()) fault(first, "a branch beyond its table: ", index, " of ", targets.size());
-    Mask there = 0;
-    for (int l = first; l < kLanes; l++)
-      if (left >> l & 1 && w.cells<uint32_t>(i.src[0])[l] == index) there |= Mask(1) << l;
-    ways.push_back({targets[index], there});
-    left &= ~there;
+  const std::vector<uint32_t>& table = w.block->kernel.branch_tables[i.option];
+  uint32_t targets[kLanes];
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    const int l = std::countr_zero(rest);
+    const uint32_t index = w.cells<uint32_t>(i.src[0])[l];
+    if (index >= table.size()) fault(l, "a branch beyond its table: ", index, " of ", table.size());
+    targets[l] = table[index];
   }
-  if (path.lanes & ~lanes) ways.push_back({pc, path.lanes & ~lanes});
-  w.paths[w.current] = ways[0];
-  w.paths.insert(w.paths.end(), ways.begin() + 1, ways.end());
-  return Flow::jump;
+  return branch_to_each(w, lanes, targets);
 }
 
 // ---------------------------------------------------------------------------------------------------------- barriers
 
-// src[0] which; src[1] of how many threads, if count.  dsts: bar.red, whose predicate is the last source.
+// src[0]: the barrier's number. src[1]: the number of threads, if i.count. With i.dsts it is bar.red, whose predicate
+// is the last source.
 Flow barrier(Warp& w, const Instruction& i, Mask lanes) {
   const int first = std::countr_zero(lanes);
   w.need(i.src[0], lanes, "the barrier's number");
@@ -209,7 +218,7 @@ void vote(Decoding& d) {
   d.out.execute = vote_lanes;
 }
 
-// option: 1 if all must be equal.
+// option: 1 for match.all.
 template <class T> Flow match_lanes(Warp& w, const Instruction& i, Mask lanes) {
   w.need(i.src[0], lanes, "a value to match");
   const Cell<T>* values = w.cells<T>(i.src[0]);
@@ -282,7 +291,7 @@ void redux(Decoding& d) {
   together(d, 2);
 }
 
-// The lowest lane leads.
+// Elects the lowest lane.
 Flow elect_lane(Warp& w, const Instruction& i, Mask lanes) {
   const uint32_t leader = std::countr_zero(lanes);
   uint32_t out[kLanes];
