@@ -76,7 +76,7 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor, paged: bool) -> N
 
 
 def _check_numbers(values: dict[str, Any], statistics: torch.dtype) -> None:
-    """As far as they are not symbolic."""
+    """Checks the numbers that are not symbolic."""
     name, largest = _name(statistics), torch.finfo(statistics).max
     scale, softcap = values["scale"], values["softcap"]
     if type(scale) is float:
@@ -150,7 +150,7 @@ def _check_attention(values: dict[str, Any]) -> None:
 
 
 def _empty_like_layout(like: Tensor, dims: int) -> Tensor:
-    """Its memory is [batch, rows, heads, dims] where that of `like` is."""
+    """Stored as [batch, rows, heads, dims] if `like` is, else contiguous."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     batch, heads, rows, _ = like.shape

@@ -22,14 +22,14 @@ def dense(**inputs):
 
 
 def dense_textbook(value, **inputs):
-    """The textbook's backward of scores that are moved, which changes no gradient, so that lse is small."""
+    """The textbook backward, with scores shifted so that lse is small. The shift changes no gradient."""
     s = reference.scores(**inputs, scale=1)
     s = s - s.detach().amax(-1, keepdim=True)
     return reference.Textbook.apply(s, pad(value, (0, 0, 0, 1)), torch.logsumexp(s, -1))
 
 
 def dense_merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """In the dtype of lses."""
+    """merge, computed in the dtype of lses."""
     weights = torch.softmax(lses, 0)[..., None]
     return (weights * outs.to(lses.dtype)).sum(0), torch.logsumexp(lses, 0)
 
