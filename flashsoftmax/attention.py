@@ -167,6 +167,9 @@ def attention_varlen(
     """
     _check_tensors(query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     _check_optional_tensors(kv_lens=kv_lens)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length is None:
+            raise TypeError(f"{name}: None, wanted an int")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
             raise ValueError(f"{name}: {x.dim()} dimensions, wanted 3: [tokens, heads, head_dim]")
@@ -347,6 +350,8 @@ def _check_tensors(**arguments: object) -> None:
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: {type(x).__name__}, wanted a Tensor")
+        if x.layout not in (torch.strided, torch.jagged):
+            raise ValueError(f"{name}: layout {x.layout}, wanted torch.strided")
 
 
 def _check_optional_tensors(**arguments: object) -> None:

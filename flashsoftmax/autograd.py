@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import batching
+from . import autocast, batching
 from .library import ARGUMENTS, OPERATORS
 
 
@@ -21,6 +21,9 @@ def call(function: type[Operator], *inputs: Any) -> Any:
     if torch.compiler.is_compiling():
         return function.operator(*inputs)
     if torch._C._functorch.peek_interpreter_stack() is not None:
+        device = next(x for x in inputs if isinstance(x, Tensor)).device.type
+        if function is Attention and device in autocast.DEVICES and torch.is_autocast_enabled(device):
+            inputs = tuple(autocast.cast(device, inputs))  # in the graph, not below it
         return function.apply(*inputs)
     if _needs_graph(inputs):
         return function.operator(*inputs)

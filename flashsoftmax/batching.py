@@ -32,7 +32,7 @@ def _fold(name: str, n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
     packed = any(values.get(x) is not None for x in ("cu_seqlens_q", "cu_seqlens_k", "block_table"))
     per_sample = any(dims[x] is not None for x in dims if x not in BATCHED)
     mask, batch = values["attn_mask"], _sample(values["query"], dims["query"]).size(0)
-    mask_is_broadcast = mask is not None and _sample(mask, dims["attn_mask"]).size(0) == 1 < batch
+    mask_is_broadcast = mask is not None and _sample(mask, dims["attn_mask"]).size(0) == 1 != batch
     # These gradients are sums over the batch.
     summed = "mask_grad" in values and (values["sinks"] is not None or (values["mask_grad"] and mask_is_broadcast))
     if packed or per_sample or summed:

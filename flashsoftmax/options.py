@@ -76,7 +76,7 @@ def complete(query: Tensor, options: Options) -> dict[str, Any]:
         "scale": 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else scale,
         "softcap": 0.0 if softcap is None else softcap,
         "window_left": left,
-        "window_right": 0 if options.get("causal") else right,
+        "window_right": 0 if _check_bool("causal", options.get("causal", False)) else right,
         "q_offset": check_int("q_offset", options.get("q_offset")),
         "split_size": check_int("split_size", options.get("split_size")),
     }
@@ -94,7 +94,10 @@ def check_int(name: str, x: object) -> Any:
         elif is_bool or isinstance(x, Tensor) or not hasattr(x, "__index__"):
             raise TypeError(f"{name}: {x!r}, wanted an int")
         else:
-            value = operator.index(x)
+            try:
+                value = operator.index(x)
+            except TypeError:  # a numpy array of more than no dimensions
+                raise TypeError(f"{name}: {x!r}, wanted an int") from None
     if _is_concrete(value) and not -(2**63) <= value < 2**63:
         raise ValueError(f"{name}: {value}, wanted a 64-bit integer")
     return value
@@ -109,7 +112,7 @@ def check_float(name: str, x: object) -> Any:
             raise ValueError(f"{name}: requires_grad is True, wanted False: it has no gradient")
         if x.numel() == 1 and not x.is_complex():
             return x.item()
-    elif not isinstance(x, str):
+    elif not isinstance(x, (str, bytes, bytearray)):
         try:
             return float(x)  # type: ignore[arg-type]
         except OverflowError:
@@ -117,6 +120,12 @@ def check_float(name: str, x: object) -> Any:
         except (TypeError, ValueError):
             pass
     raise TypeError(f"{name}: {x!r}, wanted a number")
+
+
+def _check_bool(name: str, x: object) -> bool:
+    if not isinstance(x, (bool, torch.SymBool)) and type(x).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"{name}: {x!r}, wanted a bool")
+    return bool(x)
 
 
 def _is_concrete(x: object) -> bool:

@@ -128,7 +128,7 @@ template <class T> class Backward {
       widen(at<T>(p.out, b, h, i), p.out.dim, p.head_dim_v, dim_v_padded, out);
       widen(at<T>(params.grad_out, b, h, i), params.grad_out.dim, p.head_dim_v, dim_v_padded, grad_out);
       V sums(0);
-      for (int64_t d = 0; d < dim_v_padded; d += V::lanes) sums = sums + V::load(out + d) * V::load(grad_out + d);
+      for (int64_t d = 0; d < dim_v_padded; d += V::lanes) sums = fma(V::load(out + d), V::load(grad_out + d), sums);
       delta += sums.fold([](A a, A b) { return a + b; });
     }
     if (params.grad_lse.data) delta -= *at<A>(params.grad_lse, b, h, i);

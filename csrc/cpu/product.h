@@ -25,7 +25,7 @@ template <class E> struct Fma {
   }
   static INLINE void store_across(const Vec<E> (&rows)[1], E* p) { rows[0].store(p); }
   static INLINE void store(Vec<E> x, E* p) { x.store(p); }
-  static INLINE Vec<E> multiply_add(Vec<E> sum, Operand a, Operand b) { return sum + a * b; }
+  static INLINE Vec<E> multiply_add(Vec<E> sum, Operand a, Operand b) { return fma(a, b, sum); }
 };
 #ifdef FLASHSOFTMAX_BF16_PAIRS
 template <> struct Fma<bf16x2> {

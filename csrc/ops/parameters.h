@@ -149,7 +149,9 @@ inline void set_sequences(AttentionParams& p, const AttentionArguments& a) {
     p.block_table_row = a.block_table->stride(0);
     p.page_size = a.key.size(2);
     p.pages = a.key.size(0);
-    p.seqlen_k = a.block_table->size(1) * p.page_size;
+    const int64_t columns = a.block_table->size(1), most = kUnbounded / max<int64_t>(p.page_size, 1);
+    check(columns <= most, "block_table: ", columns, " columns, wanted at most ", most);
+    p.seqlen_k = columns * p.page_size;
   }
   if (a.kv_lens) {
     p.kv_lens = int_vector("kv_lens", *a.kv_lens, 1, a.query);
