@@ -29,6 +29,9 @@ FORWARD = (
 DECODE = "test_forward and interpreted and float16 and (decode-5 or decode-scores or decode-window or decode-lengths)"
 BACKWARD = "test_backward and interpreted and float16 and (65x65 or window-64 or sinks-causal or heads-6-2)"
 MERGE = "test_merge and interpreted and float16"
+LONGER = "test_gpu and interpreted and longer_than_its_maximum"
+PAGES = "test_gpu and interpreted and pages_that_no_query_sees"
+LARGE_LSE = "test_large_lse and interpreted and float16 and (of_one or weighs_a_half)"
 
 MUTATIONS = [
     Mutation(
@@ -67,6 +70,62 @@ MUTATIONS = [
         "    __syncthreads();\n    return false;",
         "    return false;",
         BACKWARD,
+    ),
+    Mutation(
+        "forward: rows behind the launched tiles are not NaN",
+        "sm80/forward.cuh",
+        "seq.q_len, task.q_tile, params.order.q_tiles);",
+        "min(seq.q_len, params.order.q_tiles * kQueries), task.q_tile, params.order.q_tiles);",
+        LONGER,
+    ),
+    Mutation(
+        "backward: no tile for a maximum of 0 queries",
+        "sm80/backward.cuh",
+        "max<int64_t>(1, min(forward.seqlen_q, forward.rows_q))",
+        "min(forward.seqlen_q, forward.rows_q)",
+        LONGER,
+    ),
+    Mutation(
+        "forward: as many tiles as max_seqlen_q has",
+        "sm80/forward.cuh",
+        "(min(args.seqlen_q, args.rows_q) + Shape",
+        "(args.seqlen_q + Shape",
+        "test_gpu and interpreted and beyond_the_rows",
+    ),
+    Mutation(
+        "forward: all pages have to exist",
+        "sm80/forward.cuh",
+        "pages_exist(args, task.b, begin, end)",
+        "pages_exist(args, task.b, 0, seq.band.kv_len)",
+        PAGES,
+    ),
+    Mutation(
+        "tile: reads pages before the window",
+        "tile.cuh",
+        "bool exists = hidden <= n && n < rows;",
+        "bool exists = n < rows;",
+        PAGES,
+    ),
+    Mutation(
+        "decode: all pages of a split have to exist",
+        "sm80/decode.cuh",
+        "pages_exist(args, block.b, block.j0 + block.first, block.j0 + block.last)",
+        "pages_exist(args, block.b, 0, seq.band.kv_len)",
+        PAGES,
+    ),
+    Mutation(
+        "decode: a scale that is 0 in float32 is left to the exponential",
+        "sm80/decode.cuh",
+        "  const bool plain = args.scale_in_exp();\n",
+        "  const bool plain = args.plain_scores();\n",
+        "test_forward and interpreted and no_exponential and decode",
+    ),
+    Mutation(
+        "backward: what lse loses is left out",
+        "rows.cuh",
+        "ExpFor<T>().unit, -lse_error)",
+        "ExpFor<T>().unit, 0)",
+        LARGE_LSE,
     ),
     Mutation(
         "merge: an empty state is not guarded",
