@@ -116,10 +116,12 @@ void GlobalMemory::note_host_writes() {
     if (!region->host_may_have_written) continue;
     region->host_may_have_written = false;
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(region->begin);
-    // In pairs of bytes, the smallest element: one byte of a 16-bit number may equal kPoison.
-    for (size_t b = 0; b < region->flags.size(); b++)
-      if (bytes[b] != kPoison || ((b ^ 1) < region->flags.size() && bytes[b ^ 1] != kPoison))
-        region->flags[b] |= kWritten;
+    // Four bytes at a time, because single bytes, or halves, of a number may equal kPoison.
+    for (size_t b = 0; b < region->flags.size(); b += 4) {
+      const size_t end = std::min(b + 4, region->flags.size());
+      if (std::any_of(bytes + b, bytes + end, [](uint8_t byte) { return byte != kPoison; }))
+        for (size_t n = b; n < end; n++) region->flags[n] |= kWritten;
+    }
   }
 }
 
