@@ -28,6 +28,9 @@ GIB_PER_JOB = 1.5
 
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # of torch 2.10: loads in every later one
 CXX = ["-std=c++17", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden", STABLE_ABI]
+CXX += [
+    "-ffp-contract=off"
+]  # products are rounded before they are added to; csrc/cpu asks for an fma where it wants one
 CXX += [f"-isystem{folder}" for folder in cpp_extension.include_paths()]
 NVCC = ["-std=c++17", "-O3", "-lineinfo", "-Xcompiler=-Wall,-Wextra,-fvisibility=hidden"]
 NVCC += ["-Xptxas=--warn-on-spills,--warn-on-local-memory-usage"]

@@ -1,4 +1,5 @@
-// Which keys a query sees, and at what score. Kernels ask Band and Score, and know no feature by name.
+// Which keys a query sees (Band), and their scores (Score). Kernels read the mask and the sinks themselves; every other
+// feature is in these two, and kernels do not know its name.
 #pragma once
 
 #include <cstdint>
@@ -52,19 +53,19 @@ FLASHSOFTMAX_INLINE float bias_of(double x) {
   return static_cast<float>(x > largest && x - x == 0 ? largest : x < -largest && x - x == 0 ? -largest : x);
 }
 
-// From q.k to the score, for one query head: what is made of q.k (scale, softcap), then what is added to it by position
-// (ALiBi, the bias of the mask). The band hides keys after that, by selection.
+// From q.k to the score, for one query head: the content (scale, softcap), to which ALiBi and the bias of the mask are
+// added. The band hides keys after that, by selection.
 template <class A> struct Score {
   A scale;
   A softcap;  // 0: off
   A slope;    // of ALiBi; 0: off
 
-  // The part of the score that is made of dot = q.k.
+  // The score before ALiBi and the mask: dot = q.k, scaled, then soft-capped.
   template <class N> FLASHSOFTMAX_INLINE N content(N dot) const {
     N s = dot * N(scale);
     return softcap == A(0) ? s : N(softcap) * tanh(s / N(softcap));
   }
-  // d content / d (scale * dot)
+  // The derivative of content by scale * dot.
   template <class N> FLASHSOFTMAX_INLINE N content_slope(N content) const {
     N t = softcap == A(0) ? N(0) : content / N(softcap);
     return N(1) - t * t;

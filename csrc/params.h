@@ -1,4 +1,4 @@
-// What a kernel is told: pointers, strides, sizes. No torch and no CUDA types.
+// The parameters of the kernels: pointers, strides, sizes. No torch and no CUDA types.
 #pragma once
 
 #include <cstdint>
@@ -66,12 +66,12 @@ struct AttentionParams {
   HeadVector alibi_slopes, sinks;
   Tensor4 mask;  // broadcast by strides of 0; dim is the key. Absent where data is null
   DType mask_dtype;
-  int64_t split_size;  // keys a split
+  int64_t split_size;  // keys per split
 
   FLASHSOFTMAX_INLINE int64_t group() const { return heads_q / heads_kv; }
   FLASHSOFTMAX_INLINE int64_t batch() const { return cu_seqlens_q ? 1 : sequences; }  // of query, out and lse
 
-  // Whether every score is scale * q.k. A score feature that is on makes this false; kernels ask nothing else about it.
+  // Whether every score is scale * q.k: no softcap, ALiBi or mask. Any other score feature belongs here too.
   FLASHSOFTMAX_INLINE bool plain_scores() const { return softcap == 0 && !alibi_slopes.data && !mask.data; }
   // Whether a kernel may take q.k for the score and leave the scale to the exponential: m is then in units of scale. A
   // scale this large or small, or not positive, is multiplied into every score instead.
@@ -87,8 +87,8 @@ template <class A> FLASHSOFTMAX_INLINE Score<A> score_of(const AttentionParams& 
 struct Sequence {
   int64_t q_batch, q_row, q_len, k_batch, k_row;
   Band band;
-  // Whether its lengths are possible. Where only a GPU can read them nobody has looked before: if not, the rows of the
-  // sequence that exist have the output NaN, and no key may be read.
+  // False if the lengths are impossible. The kernels check this because lengths in GPU memory are not checked earlier.
+  // An invalid sequence has output NaN in its existing rows, and none of its keys is read.
   bool valid;
 };
 
@@ -117,7 +117,7 @@ FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
   return s;
 }
 
-struct AttentionGradParams {
+struct AttentionBackwardParams {
   AttentionParams forward;
   Tensor4 grad_out;  // absent where data is null
   Tensor4 grad_lse;  // [batch, heads_q, rows], float (double for f64); absent where data is null
@@ -139,7 +139,7 @@ struct MergeParams {
   MergeState output;
 };
 
-struct MergeGradParams {
+struct MergeBackwardParams {
   MergeParams forward;            // its output is absent
   MergeState grad_output;         // either may be absent
   const MergeState* grad_inputs;  // [states]

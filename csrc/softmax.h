@@ -1,9 +1,9 @@
-// The online softmax recurrence. Nothing else in this project spells it out.
+// The online softmax recurrence, for all kernels. flashsoftmax/state.py is the same on tensors.
 //
 // Softmax over a set of keys is a monoid. For scores s_i and values v_i the state is
 //     m = max s_i,    l = sum e^(s_i - m),    a = sum e^(s_i - m) v_i,
-// the states of two disjoint sets merge, and (-inf, 0, 0) is the identity. The output is a / l, and
-// lse = m + ln l is all that a later merge or the backward needs.
+// the states of two disjoint sets merge, and (-inf, 0, 0) is the identity. The output is a / l.
+// A later merge needs the output and lse = m + ln l; the backward also needs lse_error, what lse lost to rounding.
 //
 // m and l live here. The accumulator a lives wherever a kernel keeps it (vector registers, an MMA fragment, a
 // row of a split) and follows by the factor that each function returns. N is float, double, or a vector of them.
@@ -78,7 +78,7 @@ template <class N> FLASHSOFTMAX_INLINE Factors<N> merge(State<N>& into, const St
   return factors;
 }
 
-// a is to be multiplied by this. An empty row has output 0; a NaN in l stays.
+// The factor from a to the output: 1 / l. It is 0 for an empty row; a NaN in l stays.
 template <class N> FLASHSOFTMAX_INLINE N inverse_sum(const State<N>& state) {
   return select(state.l == N(0), N(0), N(1) / state.l);
 }

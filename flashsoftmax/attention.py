@@ -53,8 +53,8 @@ def attention(
     Hidden keys have weight 0. A query that sees no key has output 0, lse -inf (with a sink: the sink) and gradients 0.
 
     Args:
-        query: [B, Hq, Sq, Dqk], float16, bfloat16, float32 or float64. Any strides. Or a jagged nested tensor
-            [B, Hq, jagged, Dqk], as key and value then are; the result is jagged too.
+        query: [B, Hq, Sq, Dqk], float16, bfloat16 or float32; on the CPU also float64. Any strides. Or a jagged nested
+            tensor [B, Hq, jagged, Dqk], as key and value then are; the result is jagged too.
         key: [B, Hkv, Sk, Dqk]. Hq is a multiple of Hkv, and query head h reads key head ``h // (Hq / Hkv)``.
         value: [B, Hkv, Sk, Dv]. Dqk and Dv are at most 256.
         attn_mask: broadcastable to [B, Hq, Sq, Sk]. Boolean: True lets attend. Floating: added to the scores; -inf
@@ -70,12 +70,12 @@ def attention(
             It counts in lse.
         q_offset: position of query 0 among the keys; kv_len - Sq if omitted, which aligns the last query with the last
             key.
-        split_size: keys per split in decode, rounded up to whole tiles. The result's bits depend on it, but not on
-            batch, heads or threads.
+        split_size: keys per split, rounded up to whole tiles. The bits of the result depend on it, but not on batch,
+            heads or threads.
         return_lse: return (out, lse).
 
     Returns:
-        out [B, Hq, Sq, Dv] in the dtype of query. Its memory is [B, Sq, Hq, Dv] where that of query is.
+        out [B, Hq, Sq, Dv] in the dtype of query. Stored as [B, Sq, Hq, Dv] if query is, else contiguous.
         With return_lse also lse [B, Hq, Sq], the natural logarithm of the sum of the exponentials of the scores,
         float32 (float64 for float64). Both are differentiable.
 
@@ -93,7 +93,7 @@ def attention(
     if query.dim() == 4 and key.dim() == 4:
         shape = query.size(0), query.size(1), query.size(2), key.size(2)
         if isinstance(attn_mask, CausalBias):
-            attn_mask, options = _causal_bias(attn_mask, shape, kv_lens, options)
+            attn_mask, options = _causal_bias(attn_mask, shape, options)
         attn_mask = _mask_of_scores(attn_mask, shape)
     out, lse = _attend(query, key, value, complete(query, options), attn_mask=attn_mask, kv_lens=kv_lens)
     return (out, lse) if return_lse else out
@@ -167,6 +167,9 @@ def attention_varlen(
     """
     _check_tensors(query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     _check_optional_tensors(kv_lens=kv_lens)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length is None:
+            raise TypeError(f"{name}: None, wanted an int")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
             raise ValueError(f"{name}: {x.dim()} dimensions, wanted 3: [tokens, heads, head_dim]")
@@ -310,16 +313,14 @@ def _states(name: str, states: object) -> list[Tensor]:
     return list(states)
 
 
-def _causal_bias(
-    bias: CausalBias, shape: tuple[int, ...], kv_lens: Tensor | None, options: Options
-) -> tuple[Tensor | None, Options]:
-    """attn_mask and options that mean the same. The memory of a CausalBias holds nothing: it stands for a mask."""
+def _causal_bias(bias: CausalBias, shape: tuple[int, ...], options: Options) -> tuple[Tensor | None, Options]:
+    """Replaces a CausalBias, whose memory holds nothing, by equivalent options if possible, else by a bool mask."""
     rows, keys = bias.seq_len_q, bias.seq_len_kv
     if (rows, keys) != (shape[2], shape[3]):
         raise ValueError(f"attn_mask: CausalBias of shape {[rows, keys]}, wanted {list(shape[2:])}")
     q_offset = 0 if bias.variant == CausalVariant.UPPER_LEFT else keys - rows
-    band = ("causal", "window", "alibi_slopes", "q_offset")
-    if not any(options.get(name) for name in band if name != "alibi_slopes") and options.get("alibi_slopes") is None:
+    is_free = not any(options.get(name) for name in ("causal", "window", "q_offset"))
+    if is_free and options.get("alibi_slopes") is None:
         return None, {**options, "causal": True, "q_offset": q_offset}
     visible = torch.ones(rows, keys, dtype=torch.bool, device=bias.device).tril(q_offset)
     return visible, options
@@ -328,7 +329,7 @@ def _causal_bias(
 def _mask_of_scores(attn_mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
     if attn_mask is None:
         return None
-    if _is_symbolic(attn_mask):
+    if _is_placeholder(attn_mask):
         raise TypeError(f"attn_mask: {type(attn_mask).__name__}, wanted a Tensor whose memory holds the mask")
     fits = attn_mask.dim() <= 4 and all(
         have in (1, want) for have, want in zip(reversed(attn_mask.shape), reversed(shape), strict=False)
@@ -338,8 +339,8 @@ def _mask_of_scores(attn_mask: Tensor | None, shape: tuple[int, int, int, int]) 
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
-def _is_symbolic(x: Tensor) -> bool:
-    """Whether x is of a subclass that redefines functions alone, and so may stand for values that it does not hold."""
+def _is_placeholder(x: Tensor) -> bool:
+    """Whether x only overrides __torch_function__, so that its memory may not hold what it stands for."""
     function = getattr(type(x).__torch_function__, "__func__", type(x).__torch_function__)
     plain = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
     return function not in plain and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -349,6 +350,8 @@ def _check_tensors(**arguments: object) -> None:
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: {type(x).__name__}, wanted a Tensor")
+        if x.layout not in (torch.strided, torch.jagged):
+            raise ValueError(f"{name}: layout {x.layout}, wanted torch.strided")
 
 
 def _check_optional_tensors(**arguments: object) -> None:

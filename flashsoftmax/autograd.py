@@ -1,7 +1,7 @@
 """Gradients of the operators, in eager mode, under torch.compile and under torch.func.
 
-Each operator has one autograd.Function. It takes the operator's arguments by position, and a list of tensors as so many
-arguments. It runs under the dispatch key Autograd. The transforms of torch.func need it called directly: see `call`.
+Each operator has one autograd.Function. It takes the operator's arguments by position; lists of tensors are flattened.
+It runs under the dispatch key Autograd. The transforms of torch.func need it called directly: see `call`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import batching
+from . import autocast, batching
 from .library import ARGUMENTS, OPERATORS
 
 
 def call(function: type[Operator], *inputs: Any) -> Any:
-    """The operator of this Function."""
+    """Calls the operator of a Function, in the way that the active transforms need."""
     if torch.compiler.is_compiling():
         return function.operator(*inputs)
     if torch._C._functorch.peek_interpreter_stack() is not None:
+        device = next(x for x in inputs if isinstance(x, Tensor)).device.type
+        if function is Attention and device in autocast.DEVICES and torch.is_autocast_enabled(device):
+            inputs = tuple(autocast.cast(device, inputs))  # in the graph, not below it
         return function.apply(*inputs)
     if _needs_graph(inputs):
         return function.operator(*inputs)
@@ -28,7 +31,7 @@ def call(function: type[Operator], *inputs: Any) -> Any:
 
 
 def _needs_graph(inputs: tuple[Any, ...]) -> bool:
-    """Whether autograd has to know of a call. Refuses forward mode, which would give zero without a word."""
+    """Whether autograd must record the call. Raises in forward mode, where tangents would silently be lost."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in _tensors(inputs)):
         Operator.jvp()
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
@@ -67,7 +70,7 @@ class Operator(Function):
 
     @staticmethod
     def jvp(*args: Any) -> Any:
-        raise NotImplementedError("forward-mode differentiation of attention is not implemented; use the backward mode")
+        raise NotImplementedError("flashsoftmax has no forward-mode differentiation; use reverse mode")
 
 
 class Attention(Operator):
@@ -86,7 +89,7 @@ class Attention(Operator):
         ctx.mark_non_differentiable(values["lse_error"])
         ctx.tensors = [name for name, x in saved.items() if isinstance(x, Tensor)]
         ctx.save_for_backward(*(saved.pop(name) for name in ctx.tensors))
-        ctx.numbers = saved
+        ctx.non_tensors = saved
         ctx.paged = values["block_table"] is not None
 
     @staticmethod
@@ -98,7 +101,7 @@ class Attention(Operator):
             raise NotImplementedError("alibi_slopes: requires_grad is True, wanted False: slopes have no gradient")
         if grad_out is None and grad_lse is None:
             return (None,) * len(wanted)
-        values = ctx.numbers | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
+        values = ctx.non_tensors | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
         values |= {"grad_out": grad_out, "grad_lse": grad_lse, "mask_grad": wanted["attn_mask"]}
         results = call(AttentionBackward, *(values[name] for name in ARGUMENTS["attention_backward"]))
         grads = dict(zip(("query", "key", "value", "attn_mask", "sinks"), results, strict=True))

@@ -1,4 +1,4 @@
-"""vmap: a batch of batches is one larger batch. Where it is not, the operator is called once per sample."""
+"""vmap: the mapped axis is folded into the batch. Calls that cannot be folded run once per sample."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _fold(name: str, n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
     packed = any(values.get(x) is not None for x in ("cu_seqlens_q", "cu_seqlens_k", "block_table"))
     per_sample = any(dims[x] is not None for x in dims if x not in BATCHED)
     mask, batch = values["attn_mask"], _sample(values["query"], dims["query"]).size(0)
-    one_mask = mask is not None and _sample(mask, dims["attn_mask"]).size(0) == 1 < batch  # for the batch of a sample
+    mask_is_broadcast = mask is not None and _sample(mask, dims["attn_mask"]).size(0) == 1 != batch
     # These gradients are sums over the batch.
-    summed = "mask_grad" in values and (values["sinks"] is not None or (values["mask_grad"] and one_mask))
+    summed = "mask_grad" in values and (values["sinks"] is not None or (values["mask_grad"] and mask_is_broadcast))
     if packed or per_sample or summed:
-        return _each(OPERATORS[name], n, in_dims, args)
+        return _run_per_sample(OPERATORS[name], n, in_dims, args)
     folded = {x: _folded(value, dims[x], n) if x in BATCHED else value for x, value in values.items()}
-    if one_mask:
+    if mask_is_broadcast:
         if dims["attn_mask"] is not None:
             mask = mask.movedim(dims["attn_mask"], 0).repeat_interleave(batch, 1).flatten(0, 1)
         folded["attn_mask"] = mask
@@ -50,7 +50,7 @@ def _sample(x: Tensor, dim: int | None) -> Tensor:
 
 
 def merge(info: Any, in_dims: Dims, *states: Any) -> Any:
-    """The operator merge, with the outs and the lses of all states as so many arguments."""
+    """The operator merge, with its two lists flattened."""
     n = len(states) // 2
     folded = [_folded(x, dim, info.batch_size) for x, dim in zip(states, in_dims, strict=True)]
     return _unfolded(OPERATORS["merge"](folded[:n], folded[n:]), 0, info.batch_size)
@@ -77,7 +77,7 @@ def _unfolded(results: tuple[Tensor, ...], dim: int, n: int) -> Any:
     return unfolded, tuple(0 if x.dim() == 2 and x.numel() == 0 else dim for x in unfolded)
 
 
-def _each(op: Callable[..., Any], n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
+def _run_per_sample(op: Callable[..., Any], n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
     def call(i: int) -> Any:
         return op(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)))
 
@@ -87,9 +87,9 @@ def _each(op: Callable[..., Any], n: int, in_dims: Dims, args: tuple[Any, ...]) 
 
 
 def _flat(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule whose lists of tensors are so many arguments, as vmap of the operator itself calls it."""
+    """Wraps a rule that takes flattened lists of tensors, for vmap of the operator itself."""
 
-    def called(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    def wrapper(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         def flat(xs: tuple[Any, ...]) -> list[Any]:
             return [y for x in xs for y in (x if isinstance(x, (list, tuple)) else (x,))]
 
@@ -97,7 +97,7 @@ def _flat(rule: Callable[..., Any]) -> Callable[..., Any]:
         dims = [[None] * len(x) if isinstance(x, (list, tuple)) and dim is None else dim for x, dim in lists]
         return rule(info, flat(tuple(dims)), *flat(args))
 
-    return called
+    return wrapper
 
 
 for _rule in (attention, attention_backward, merge, merge_backward):

@@ -1,4 +1,4 @@
-"""What was built, what of it runs here, and why not more."""
+"""What was built, what runs here, and the reason if CUDA does not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BuildInfo:
     cuda: bool
     """Whether the CUDA kernels are loaded."""
     cuda_reason: str | None
-    """Why they are not."""
+    """Why the CUDA kernels are not loaded."""
     nvcc: str | None
     archs: str | None
     """The GPU architectures that were compiled for."""

@@ -76,7 +76,7 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor, paged: bool) -> N
 
 
 def _check_numbers(values: dict[str, Any], statistics: torch.dtype) -> None:
-    """As far as they are not symbolic."""
+    """Checks the numbers that are not symbolic."""
     name, largest = _name(statistics), torch.finfo(statistics).max
     scale, softcap = values["scale"], values["softcap"]
     if type(scale) is float:
@@ -126,7 +126,11 @@ def _check_attention(values: dict[str, Any]) -> None:
             block_table.size(0) == sequences, f"block_table: {block_table.size(0)} rows, wanted the batch, {sequences}"
         )
         _check(kv_lens is not None, "kv_lens: missing, wanted with block_table")
-        keys = block_table.size(1) * key.size(2)
+        columns, page_size = block_table.size(1), key.size(2)
+        if type(columns) is int and type(page_size) is int:
+            most = 2**60 // max(page_size, 1)
+            _check(columns <= most, f"block_table: {columns} columns, wanted at most {most}")
+        keys = columns * page_size
     if kv_lens is not None:
         _check_lengths("kv_lens", kv_lens, 1, query)
         _check_shape("kv_lens", kv_lens, (sequences,))
@@ -150,7 +154,7 @@ def _check_attention(values: dict[str, Any]) -> None:
 
 
 def _empty_like_layout(like: Tensor, dims: int) -> Tensor:
-    """Its memory is [batch, rows, heads, dims] where that of `like` is."""
+    """Stored as [batch, rows, heads, dims] if `like` is, else contiguous."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     batch, heads, rows, _ = like.shape

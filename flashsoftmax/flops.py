@@ -16,10 +16,10 @@ from .library import ARGUMENTS, OPERATORS
 
 
 def _by_name(name: str, formula: Callable[[dict[str, Any]], int]) -> Callable[..., int]:
-    def called(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    def wrapper(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         return formula(dict(zip(ARGUMENTS[name], args, strict=False)) | kwargs)
 
-    return called
+    return wrapper
 
 
 def _forward(values: dict[str, Any]) -> Any:

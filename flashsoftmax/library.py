@@ -27,10 +27,10 @@ ARGUMENTS = {name: tuple(x.name for x in op._schema.arguments) for name, op in O
 
 
 def _missing_on_cuda(name: str) -> Callable[..., Any]:
-    """A kernel that says why there is none."""
+    """A stand-in for a missing CUDA kernel: it raises an error with the reason."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        reason = build.cuda_reason() or "it is not written yet"
+        reason = build.cuda_reason() or "the CUDA library does not contain it"
         raise NotImplementedError(f"flashsoftmax::{name} has no CUDA kernel: {reason}")
 
     return kernel

@@ -42,7 +42,7 @@ def pack(query: Any, key: Any, value: Any, attn_mask: Tensor | None) -> Packed: 
         if x.lengths() is not None:
             raise ValueError(f"{name}: a nested tensor with gaps between its sequences, wanted one without")
     if key.size(2) != value.size(2):
-        raise ValueError("value: sequences of other lengths than those of key, wanted the same")
+        raise ValueError("value: other offsets than those of key, wanted the same tensor of offsets")
     lengths = {
         "cu_seqlens_q": query.offsets(),
         "cu_seqlens_k": key.offsets(),

@@ -13,7 +13,7 @@ __all__ = ["attention", "autocast", "autograd", "batching", "fake", "flops", "me
 
 
 def attention(**arguments: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the operator attention. Arguments that are left out are None; lengths are 0."""
+    """(out, lse) of the operator attention. Omitted arguments are None; max_seqlen_q and max_seqlen_k are 0."""
     sharding.register()
     values = {"max_seqlen_q": 0, "max_seqlen_k": 0} | arguments
     out, lse, _ = autograd.call(autograd.Attention, *(values.get(name) for name in ARGUMENTS["attention"]))

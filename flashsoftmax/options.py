@@ -40,7 +40,7 @@ PER_HEAD = ("alibi_slopes", "sinks")
 
 
 def entry_point(function: Function) -> Function:
-    """Makes a public function as torch's own are: seen by __torch_function__, and with all options in its signature."""
+    """Decorates a public function: __torch_function__ sees its calls, and its signature lists all options."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     if len(parameters) < len(signature.parameters):
@@ -52,19 +52,19 @@ def entry_point(function: Function) -> Function:
             )
 
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         inputs = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
         # The __torch_function__ of a CausalBias would make the result one too.
         if has_torch_function(inputs) and not any(isinstance(x, CausalBias) for x in inputs):
-            return handle_torch_function(called, inputs, *args, **kwargs)
+            return handle_torch_function(wrapper, inputs, *args, **kwargs)
         return function(*args, **kwargs)
 
-    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return called  # type: ignore[return-value]
+    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return wrapper  # type: ignore[return-value]
 
 
 def complete(query: Tensor, options: Options) -> dict[str, Any]:
-    """The operator's arguments that the options mean."""
+    """Converts the options to the operator's arguments."""
     for name in options:
         if name not in NAMES:
             raise TypeError(f"{name}: not an option; the options are {', '.join(NAMES)}")
@@ -76,7 +76,7 @@ def complete(query: Tensor, options: Options) -> dict[str, Any]:
         "scale": 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else scale,
         "softcap": 0.0 if softcap is None else softcap,
         "window_left": left,
-        "window_right": 0 if options.get("causal") else right,
+        "window_right": 0 if _check_bool("causal", options.get("causal", False)) else right,
         "q_offset": check_int("q_offset", options.get("q_offset")),
         "split_size": check_int("split_size", options.get("split_size")),
     }
@@ -94,9 +94,12 @@ def check_int(name: str, x: object) -> Any:
         elif is_bool or isinstance(x, Tensor) or not hasattr(x, "__index__"):
             raise TypeError(f"{name}: {x!r}, wanted an int")
         else:
-            value = operator.index(x)
+            try:
+                value = operator.index(x)
+            except TypeError:  # a numpy array of more than no dimensions
+                raise TypeError(f"{name}: {x!r}, wanted an int") from None
     if _is_concrete(value) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name}: {value}, wanted a number of 64 bits")
+        raise ValueError(f"{name}: {value}, wanted a 64-bit integer")
     return value
 
 
@@ -109,18 +112,24 @@ def check_float(name: str, x: object) -> Any:
             raise ValueError(f"{name}: requires_grad is True, wanted False: it has no gradient")
         if x.numel() == 1 and not x.is_complex():
             return x.item()
-    elif not isinstance(x, str):
+    elif not isinstance(x, (str, bytes, bytearray)):
         try:
             return float(x)  # type: ignore[arg-type]
         except OverflowError:
-            raise ValueError(f"{name}: {x!r}, wanted a number that a float holds") from None
+            raise ValueError(f"{name}: {x!r}, wanted a number in the range of float64") from None
         except (TypeError, ValueError):
             pass
     raise TypeError(f"{name}: {x!r}, wanted a number")
 
 
+def _check_bool(name: str, x: object) -> bool:
+    if not isinstance(x, (bool, torch.SymBool)) and type(x).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"{name}: {x!r}, wanted a bool")
+    return bool(x)
+
+
 def _is_concrete(x: object) -> bool:
-    """Whether x is an int whose value may be looked at: under torch.compile that would fix it."""
+    """Whether x is an int that may be compared. Under torch.compile a comparison would fix its value in the graph."""
     return type(x) is int and not torch.compiler.is_compiling()
 
 

@@ -1,4 +1,4 @@
-"""DTensor: the operators work on their shards of the batch, or of the heads, without communication."""
+"""DTensor: calls that are split by batch or by heads need no communication; others are gathered first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _is_registered = False
 
 
 def register() -> None:
-    """Tells DTensor once the program has imported it: the import takes a second."""
+    """Registers the operators with DTensor if the program has imported it. Importing it here would take a second."""
     global _is_registered
     if _is_registered or torch.compiler.is_compiling() or "torch.distributed.tensor" not in sys.modules:
         return

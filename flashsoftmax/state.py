@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def weight(score: Tensor, m: Tensor) -> Tensor:
-    """e^(score - m). A row that has seen no key has m = -inf, and -inf - -inf is NaN: here is the guard."""
+    """e^(score - m). If m is -inf (no key seen), 0 is subtracted instead, because -inf - -inf is NaN."""
     return torch.exp(score - m.masked_fill(m == -torch.inf, 0))
 
 
@@ -22,7 +22,7 @@ class State:
 
     Shapes: m and l [...], acc [..., d], the leading axes broadcast. Scores are in natural units (e^score) and
     already scaled and masked (-inf hides a key). m, l and acc are float64 for float64 inputs and float32 for
-    all others; `dtype` is what `output` is returned in. Differentiable by l and acc; m is a constant.
+    all others; `dtype` is what `output` is returned in. Differentiable through l and acc; m is a constant.
     """
 
     m: Tensor

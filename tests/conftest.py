@@ -38,7 +38,7 @@ class Interpreted(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        """Asked by torch, which imports its compiler for a True, in seconds."""
+        """Torch asks this. Answering True would make it import its compiler, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -54,7 +54,7 @@ DEVICES = ["cpu", *(pytest.param(name, marks=getattr(pytest.mark, name)) for nam
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """Each device there may be. A module about another operator than attention names it: OPERATOR = ..."""
+    """Every available device. A module that tests another operator than attention sets OPERATOR."""
     if request.param == "interpreted":
         if reason := interpreter.unavailable():
             pytest.skip(reason)

@@ -12,7 +12,7 @@ def integers(*values, dtype=torch.int32) -> Tensor:
 
 
 def attention(kind: str = "dense", layout: str = "contiguous", **options) -> dict:
-    """Of the operator attention: two sequences of 5 queries and 9 keys, or (varlen) of 5 and 4 each."""
+    """Arguments of the operator attention: two sequences of 5 queries and 9 keys, or (varlen) of 5 and 4 each."""
     batch, rows, keys = {"dense": (2, 5, 9), "varlen": (1, 9, 9), "paged": (2, 5, 3)}[kind]
     kv_batch = 4 if kind == "paged" else batch
     query, key, value = (
@@ -37,7 +37,7 @@ def attention_backward(
     lse: Tensor,
     lse_error: Tensor | None = None,
 ) -> dict:
-    """Of the operator attention_backward, after a forward of these arguments."""
+    """Arguments of attention_backward, after a forward of these."""
     mask = forward["attn_mask"]
     values = forward | {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse, "lse_error": lse_error}
     values |= {"mask_grad": mask is not None and mask.is_floating_point()}

@@ -34,7 +34,7 @@ VALUES = r"(kv_lens|cu_seqlens_[qk]|block_table)(\[|: ends)|max_seqlen_[qk]: \d+
 
 def on_meta(call, arguments, message):
     """Tensors without values are refused with the same words, but for what only the values show."""
-    numbers = {name: arguments.pop(name) for name in ("scale", "q_offset") if name in arguments}
+    numbers = {name: arguments.pop(name) for name in ("scale", "q_offset", "causal") if name in arguments}
     arguments = pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, arguments) | numbers
     if re.match(VALUES, message):
         call(**arguments)
@@ -96,6 +96,11 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"scale": nan}, "scale", "nan"),
     ({"scale": 1e39}, "scale", "1e+39", "float32"),
     ({"scale": "0.5"}, "scale", "0.5"),
+    ({"scale": b"1"}, "scale", "1"),
+    ({"causal": "no"}, "causal", "no", "bool"),
+    ({"causal": torch.tensor([True, False])}, "causal", "bool"),
+    ({"q_offset": np.array([0])}, "q_offset", "int"),
+    ({"query": VALID["query"].to_sparse()}, "query", "torch.sparse_coo"),
     ({"scale": torch.ones(2)}, "scale", "number"),
     ({"scale": rand(()).requires_grad_()}, "scale", "gradient"),
     ({"softcap": 1e-50}, "softcap", "1e-50", "float32"),
@@ -187,6 +192,7 @@ VARLEN = {
     ({"max_seqlen_q": 11}, "max_seqlen_q", "11", "12"),
     ({"max_seqlen_k": 11}, "max_seqlen_k", "11", "12"),
     ({"max_seqlen_q": -1}, "max_seqlen_q", "-1"),
+    ({"max_seqlen_q": None}, "max_seqlen_q", "None"),
     ({"max_seqlen_k": 12.0}, "max_seqlen_k", "12.0"),
     ({"kv_lens": integers(12, 9, 10)}, "kv_lens", "9", "8"),
     ({"kv_lens": integers(12, 8, -1)}, "kv_lens", "-1"),
@@ -228,6 +234,7 @@ PAGED = {
     ({"kv_lens": integers(13, 7)}, "kv_lens", "13", "12"),
     ({"kv_lens": integers(12, -7)}, "kv_lens", "-7"),
     ({"kv_lens": integers(12, 9)}, "block_table", "-1"),
+    ({"block_table": integers([0], [0]).expand(2, 2**61)}, "block_table", str(2**61)),
     ({"kv_lens": integers(12, 7, 7)}, "kv_lens", "3", "2"),
     ({"attn_mask": rand(3, 11)}, "attn_mask", "11", "12"),
 )

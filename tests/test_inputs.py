@@ -166,7 +166,7 @@ class TestNested:
             "key: not a nested tensor": (jagged, dense, dense),
             "query: not a nested tensor": (dense, jagged, jagged),
             "query: nested tensor of shape": (rows_second, jagged, jagged),
-            "value: sequences of other lengths": (jagged, jagged, self.jagged([torch.randn(4, 2, 8) for _ in "ab"])),
+            "value: other offsets": (jagged, jagged, self.jagged([torch.randn(4, 2, 8) for _ in "ab"])),
             "attn_mask": (jagged, jagged, jagged, torch.ones(5, 5)),
         }.items():
             with pytest.raises(ValueError, match=name):

@@ -22,14 +22,14 @@ def dense(**inputs):
 
 
 def dense_textbook(value, **inputs):
-    """The textbook's backward of scores that are moved, which changes no gradient, so that lse is small."""
+    """The textbook backward, with scores shifted so that lse is small. The shift changes no gradient."""
     s = reference.scores(**inputs, scale=1)
     s = s - s.detach().amax(-1, keepdim=True)
     return reference.Textbook.apply(s, pad(value, (0, 0, 0, 1)), torch.logsumexp(s, -1))
 
 
 def dense_merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """In the dtype of lses."""
+    """merge, computed in the dtype of lses."""
     weights = torch.softmax(lses, 0)[..., None]
     return (weights * outs.to(lses.dtype)).sum(0), torch.logsumexp(lses, 0)
 
@@ -122,3 +122,18 @@ def test_merge_of_two_states_of_one_lse_weighs_a_half_each(device, dtype, lse):
     torch.testing.assert_close(found, (grad / 2).expand_as(found), rtol=0, atol=0)
     (found,) = gradients(merge, inputs, (None, torch.ones(1, 2, 70, device=device)), ["lses"])
     torch.testing.assert_close(found, torch.full_like(found, 0.5), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 1e9}], ids=str)
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e6, 1e8], ids="scale-{:.0e}".format)
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 70])
+def test_rows_of_one_weight(device, rows, scale, options):
+    """The largest score of a row is far above the others: its weight is exactly 1, in the backward too."""
+    query, key, value = torch.randn(1, 4, rows, 64), torch.randn(1, 2, 120, 64), torch.randn(1, 2, 120, 64)
+    inputs = {"query": query, "key": key, "value": value, "scale": scale, **options}
+    upstream = torch.randn(1, 4, rows, 64), None
+    (found,) = gradients(lambda **x: attention(**x, return_lse=True), inputs, upstream, ["value"])
+    (exact,) = gradients(reference.attention, cast(inputs, torch.float64), upstream, ["value"])
+    (naive,) = gradients(reference.attention, inputs, upstream, ["value"])
+    allowed = 2 * (naive - exact).abs().max() + 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (found - exact).abs().max() <= allowed

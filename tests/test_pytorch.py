@@ -354,6 +354,10 @@ class TestVmap:
         self.check(merge, in_dims, (outs, lses if in_dims[1] is not None else lses[0]))
 
     @pytest.mark.filterwarnings("error:There is a performance drop")
+    def test_an_empty_batch_and_a_mask_for_all(self):
+        x = torch.randn(3, 0, 4, 5, 8)
+        assert torch.vmap(lambda q: attention(q, q, q, torch.zeros(1, 1, 1, 1)))(x).shape == x.shape
+
     def test_it_is_not_a_loop(self):
         torch.vmap(attention)(*torch.randn(3, 3, 1, 2, 5, 8))
 
@@ -545,6 +549,19 @@ class TestFunc:
         with Count():
             torch.vmap(torch.func.grad(self.loss))({name: torch.stack([x] * 3) for name, x in tensors.items()})
         assert calls == ["attention", "attention_backward"]
+
+    def test_autocast(self):
+        q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+
+        def inside(q):
+            with torch.autocast("cpu", torch.bfloat16):
+                return attention(q, k, v).float().sum()
+
+        leaf = q.clone().requires_grad_()
+        inside(leaf).backward()
+        assert_same_bits(torch.func.grad(inside)(q), leaf.grad)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_same_bits(torch.func.grad(lambda q: attention(q, k, v).float().sum())(q), leaf.grad)
 
     def test_merge(self):
         def loss(outs, lses):

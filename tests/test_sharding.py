@@ -1,4 +1,4 @@
-"""DTensor: the operators run on shards of the batch or of the heads, and communicate nothing."""
+"""DTensor: calls split by batch or by heads need no communication; others are gathered."""
 
 import tempfile
 

@@ -25,7 +25,7 @@ template <class T> class Backward {
   static constexpr int64_t tile_keys = 128, packed_keys = tile_keys / kDepth<E>;
   static_assert(tile_queries % panel == 0 && kMaxHeadDim % panel == 0);
 
-  const AttentionGradParams& params;
+  const AttentionBackwardParams& params;
   const AttentionParams& p = params.forward;
   // Row lengths of tiles: depth in packed elements, for products along head_dim; dim where head_dim lies in the lanes.
   const int64_t depth_padded = round_up(ceil_div(p.head_dim, kDepth<E>), 16);
@@ -98,7 +98,7 @@ template <class T> class Backward {
   int64_t workspace_bytes() const { return workspace(nullptr).arena.bytes(); }
 
  public:
-  explicit Backward(const AttentionGradParams& params) : params(params) {}
+  explicit Backward(const AttentionBackwardParams& params) : params(params) {}
 
   int64_t scratch_bytes(int64_t workers) const {
     return workers * workspace_bytes() + shared(nullptr, workers).arena.bytes();
@@ -128,7 +128,7 @@ template <class T> class Backward {
       widen(at<T>(p.out, b, h, i), p.out.dim, p.head_dim_v, dim_v_padded, out);
       widen(at<T>(params.grad_out, b, h, i), params.grad_out.dim, p.head_dim_v, dim_v_padded, grad_out);
       V sums(0);
-      for (int64_t d = 0; d < dim_v_padded; d += V::lanes) sums = sums + V::load(out + d) * V::load(grad_out + d);
+      for (int64_t d = 0; d < dim_v_padded; d += V::lanes) sums = fma(V::load(out + d), V::load(grad_out + d), sums);
       delta += sums.fold([](A a, A b) { return a + b; });
     }
     if (params.grad_lse.data) delta -= *at<A>(params.grad_lse, b, h, i);
@@ -338,13 +338,13 @@ template <class T> class Backward {
             w.grad_bias[j * tile_queries + r];
   }
 
-  // The gradient of a broadcast mask, by tiles: along an axis that is broadcast there is one, which stands for all.
+  // The gradient of a broadcast mask has one tile along an axis that is broadcast.
   int64_t mask_tiles() const {
     const Tensor4& x = params.grad_mask;
     return (x.batch ? p.sequences : 1) * (x.head ? p.heads_q : 1) * (x.row ? query_tiles : 1) * (x.dim ? key_tiles : 1);
   }
-  // A task owns one of them, and goes through all tiles of scores that it stands for, in order. They are computed a
-  // second time here: so the sum has one order, and needs no memory of the size of the scores.
+  // Each task owns one tile of the mask gradient and computes all tiles of scores that share it once more, in order. So
+  // the order of the sum is fixed, and no matrix of scores is stored.
   void sum_grad_mask(int64_t index, const Workspace& w, const Shared& all) const {
     const Tensor4& x = params.grad_mask;
     struct Range {

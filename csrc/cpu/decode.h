@@ -108,7 +108,7 @@ template <class T> class Decode {
       total.m[r] = into.m;
       total.l[r] = into.l;
       for (int64_t d = r * dim_v_padded; d < (r + 1) * dim_v_padded; d += V::lanes)
-        (V::load(total.acc + d) * V(factors.into) + V::load(states.acc + d) * V(factors.from)).store(total.acc + d);
+        fma(V::load(total.acc + d), V(factors.into), V::load(states.acc + d) * V(factors.from)).store(total.acc + d);
     }
   }
 

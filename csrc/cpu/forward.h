@@ -120,7 +120,7 @@ template <class T> class Forward {
       int64_t column = i / panel * panel * dim_v_padded + i % panel;
       for (int64_t d = 0; d < p.head_dim_v; d++) {
         A* o = total.acc + column + d * panel;
-        (V::load(o) * factors.into + V::load(states.acc + column + d * panel) * factors.from).store(o);
+        fma(V::load(o), factors.into, V::load(states.acc + column + d * panel) * factors.from).store(o);
       }
     }
   }
@@ -196,7 +196,7 @@ template <class T> class Forward {
     // O^T = alpha O^T + V^T P^T
     multiply<Block>(Left<E>{step.v + step.keys.begin / kDepth<E> * dim_v_padded, 1, dim_v_padded}, w.weights, panel,
                     p.head_dim_v, panel, ceil_div(n, kDepth<E>), step.acc, panel,
-                    [&alpha](V o, int c, V sum) { return o * alpha[c] + sum; });
+                    [&alpha](V o, int c, V sum) { return fma(o, alpha[c], sum); });
   }
 };
 

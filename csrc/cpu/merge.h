@@ -28,7 +28,7 @@ template <class T> class Merge {
   void run(const Runner& runner) const {
     for_each_row(runner, rows, [&](int64_t r) { merge_row(row(r)); });
   }
-  void run_backward(const MergeGradParams& params, const Runner& runner) const {
+  void run_backward(const MergeBackwardParams& params, const Runner& runner) const {
     for_each_row(runner, rows, [&](int64_t r) { merge_row_backward(params, row(r)); });
   }
 
@@ -65,7 +65,7 @@ template <class T> class Merge {
 
   // With w_n = e^(lse_n - lse), the share of state n, and g_n = dout . out_n:
   //     dout_n = w_n dout,    dlse_n = w_n (g_n - sum_m w_m g_m + dlse).
-  void merge_row_backward(const MergeGradParams& params, Row r) const {
+  void merge_row_backward(const MergeBackwardParams& params, Row r) const {
     const Tensor4 &grad_out = params.grad_output.out, &grad_lse = params.grad_output.lse;
     const T* grad_out_row = grad_out.data ? at_row<T>(grad_out, r) : nullptr;
     const State<A> total = total_of(r);

@@ -25,7 +25,7 @@ template <class E> struct Fma {
   }
   static INLINE void store_across(const Vec<E> (&rows)[1], E* p) { rows[0].store(p); }
   static INLINE void store(Vec<E> x, E* p) { x.store(p); }
-  static INLINE Vec<E> multiply_add(Vec<E> sum, Operand a, Operand b) { return sum + a * b; }
+  static INLINE Vec<E> multiply_add(Vec<E> sum, Operand a, Operand b) { return fma(a, b, sum); }
 };
 #ifdef FLASHSOFTMAX_BF16_PAIRS
 template <> struct Fma<bf16x2> {
@@ -147,8 +147,8 @@ void multiply(Left<E> a, const E* b, int64_t b_stride, int64_t rows, int64_t col
 
 // --- dots ---
 
-// Loops over rows in memory fetch the row kFetch further on into the cache, which reads memory faster than waiting for
-// each line does. So an array of pointers to rows goes on for kRowsAhead, with its last pointer again.
+// Loops over rows in memory prefetch the row kFetch further on, because waiting for each line is slow. So an array of
+// row pointers is extended by kRowsAhead copies of its last pointer.
 constexpr int64_t kFetch = 32, kRowsAhead = 64;
 
 template <class T> INLINE void repeat_last(const T** pointers, int64_t n) {

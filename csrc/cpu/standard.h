@@ -1,5 +1,5 @@
 // The standard headers that the kernels use. isa_*.cpp includes this before it chooses a target: the linker shares the
-// inline functions of these headers between all units, so they must run on every processor.
+// inline functions of these headers between all translation units, so they must run on every processor.
 #pragma once
 
 #include <algorithm>

@@ -7,6 +7,10 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "../softmax.h"
 
 namespace flashsoftmax::FLASHSOFTMAX_ISA {
@@ -93,6 +97,27 @@ template <class A> struct Vec {
     return total;
   }
 };
+
+// a * b + c with one rounding, where the instruction set has that. It is spelled out wherever it is wanted: the build
+// forbids the compiler to merge any other product with a sum (-ffp-contract=off), so that a score has the same bits in
+// the forward and in the backward.
+#if FLASHSOFTMAX_VECTOR_BYTES == 64
+INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
+  return Vec<float>::Elements(_mm512_fmadd_ps(__m512(a.v), __m512(b.v), __m512(c.v)));
+}
+INLINE Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
+  return Vec<double>::Elements(_mm512_fmadd_pd(__m512d(a.v), __m512d(b.v), __m512d(c.v)));
+}
+#elif FLASHSOFTMAX_VECTOR_BYTES == 32
+INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
+  return Vec<float>::Elements(_mm256_fmadd_ps(__m256(a.v), __m256(b.v), __m256(c.v)));
+}
+INLINE Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
+  return Vec<double>::Elements(_mm256_fmadd_pd(__m256d(a.v), __m256d(b.v), __m256d(c.v)));
+}
+#else
+template <class A> INLINE Vec<A> fma(Vec<A> a, Vec<A> b, Vec<A> c) { return a * b + c; }
+#endif
 
 // [a0 b0 a1 b1 ...] of the low or of the high halves of a and b.
 template <class A, int... i> INLINE Vec<A> interleave(Vec<A> a, Vec<A> b, int start, std::integer_sequence<int, i...>) {

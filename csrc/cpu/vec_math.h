@@ -46,11 +46,11 @@ INLINE Vec<float> exp2(Vec<float> x) {
   V n = shifted - V(kRoundingShift), f = x - n;
 #endif
   V p(1.86713052e-3f);
-  p = p * f + V(9.01702978e-3f);
-  p = p * f + V(5.57999127e-2f);
-  p = p * f + V(2.40164444e-1f);
-  p = p * f + V(6.93151295e-1f);
-  p = p * f + V(1.0f);
+  p = fma(p, f, V(9.01702978e-3f));
+  p = fma(p, f, V(5.57999127e-2f));
+  p = fma(p, f, V(2.40164444e-1f));
+  p = fma(p, f, V(6.93151295e-1f));
+  p = fma(p, f, V(1.0f));
 #if FLASHSOFTMAX_VECTOR_BYTES == 64
   return V::Elements(_mm512_maskz_scalef_ps(0xffff, __m512(p.v), __m512(x.v)));  // p 2^floor(x)
 #else
@@ -73,11 +73,11 @@ INLINE Vec<float> tanh(Vec<float> x) {
   using V = Vec<float>;
   V square = x * x;
   V p(-5.70498872745e-3f);
-  p = p * square + V(2.06390887954e-2f);
-  p = p * square + V(-5.37397155531e-2f);
-  p = p * square + V(1.33314422036e-1f);
-  p = p * square + V(-3.33332819422e-1f);
-  V small = p * square * x + x;
+  p = fma(p, square, V(2.06390887954e-2f));
+  p = fma(p, square, V(-5.37397155531e-2f));
+  p = fma(p, square, V(1.33314422036e-1f));
+  p = fma(p, square, V(-3.33332819422e-1f));
+  V small = fma(p * square, x, x);
   V magnitude = abs(x);
   V large = V(1.0f) - V(2.0f) / (exp(magnitude + magnitude) + V(1.0f));
   large = select(x < V(0.0f), V(0.0f) - large, large);

@@ -1,5 +1,5 @@
-// The backward of attention in three steps: a BackwardRow for each row of queries, the gradients of query, key and value
-// (and mask), and the gradient of the sinks.
+// The backward of attention in three steps: a BackwardRow for each row of queries, the gradients of query, key and
+// value (and mask), and the gradient of the sinks.
 #include "backward_rows.h"
 #include "rows.cuh"
 #include "sm80/launch.h"
@@ -14,7 +14,7 @@ int64_t all_rows(const AttentionParams& args) { return args.batch() * args.heads
 // Writes to[n] for each row n < rows. Grid: one block per kThreads / kWarp rows. Block: one warp per row.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    backward_rows_kernel(const __grid_constant__ AttentionGradParams args, BackwardRow* to, int64_t rows) {
+    backward_rows_kernel(const __grid_constant__ AttentionBackwardParams args, BackwardRow* to, int64_t rows) {
   const AttentionParams& forward = args.forward;
   const int64_t n = int64_t(blockIdx.x) * (kThreads / kWarp) + warp_id();
   if (n >= rows) return;
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // A sink is a key of value 0, so its dS is -P delta, summed over all rows of the head. Grid: one block per query head.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    sink_gradients_kernel(const __grid_constant__ AttentionGradParams args, const BackwardRow* rows, int64_t batch) {
+__global__ void __launch_bounds__(kThreads) sink_gradients_kernel(const __grid_constant__ AttentionBackwardParams args,
+                                                                  const BackwardRow* rows, int64_t batch) {
   __shared__ double sums[kThreads];
   const AttentionParams& forward = args.forward;
   const int64_t h = blockIdx.x;
@@ -60,9 +60,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-int64_t attention_grad_scratch(const AttentionGradParams& args) { return all_rows(args.forward) * sizeof(BackwardRow); }
+int64_t attention_backward_scratch(const AttentionBackwardParams& args) {
+  return all_rows(args.forward) * sizeof(BackwardRow);
+}
 
-void attention_grad(const AttentionGradParams& args, void* scratch, void* stream) {
+void attention_backward(const AttentionBackwardParams& args, void* scratch, void* stream) {
   const AttentionParams& forward = args.forward;
   const auto s = static_cast<cudaStream_t>(stream);
   BackwardRow* rows = static_cast<BackwardRow*>(scratch);

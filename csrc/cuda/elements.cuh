@@ -15,8 +15,8 @@ template <class T, int kWidth> struct alignas(sizeof(T) * kWidth) Elements {
   T x[kWidth];
 };
 
-// Elements [d, d + kWidth) of a row of `dim` elements, in one access if `aligned`. Elements behind the row load as 0 and
-// are not stored.
+// Elements [d, d + kWidth) of a row of `dim` elements, in one access if `aligned`. Elements behind the row load as 0
+// and are not stored.
 template <int kWidth, class T>
 __device__ __forceinline__ void load(const T* row, int64_t stride, int64_t d, int64_t dim, bool aligned,
                                      float (&to)[kWidth]) {

@@ -1,5 +1,5 @@
-// What every launcher needs: error checks, the dispatch on the element type, grid sizes, and whether the rows of a tensor
-// can be accessed in chunks of 16 bytes.
+// What every launcher needs: error checks, the dispatch on the element type, grid sizes, and whether the rows of a
+// tensor can be accessed in chunks of 16 bytes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,7 +20,8 @@ inline void check(const char* what, cudaError_t error) {
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// The product of factors that are not negative, or an error if it is more than `most`. A grid has at most INT32_MAX blocks.
+// The product of factors that are not negative, or an error if it is more than `most`. A grid has at most INT32_MAX
+// blocks.
 inline int64_t checked_product(const char* argument, const char* what, std::initializer_list<int64_t> factors,
                                int64_t most = INT32_MAX) {
   int64_t product = 1;

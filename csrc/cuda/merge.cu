@@ -1,5 +1,5 @@
-// Merges states for disjoint keys, given as (out, lse) or left by the splits of decode, and computes the gradient of the
-// merge.
+// Merges states for disjoint keys, given as (out, lse) or left by the splits of decode, and computes the gradient of
+// the merge.
 //
 // A block is lanes x rows x teams. The lanes of a row, at most a warp, each own some of its elements, which they access
 // 16 bytes at a time where every tensor allows it. Each team merges its share of the states, then the teams are merged.
@@ -21,7 +21,8 @@ struct StateList {
   __device__ const MergeState& operator[](int64_t n) const { return many ? many[n] : few[n]; }
 };
 
-// A thread's row, and the elements of it that the thread owns: width elements from `first` on, from first + step on, ...
+// A thread's row, and the elements of it that the thread owns: width elements from `first` on, from first + step on,
+// ...
 template <class T> struct Row {
   static constexpr int width = 16 / sizeof(T);
   int64_t b, h, i, dim, first, step;
@@ -178,7 +179,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 // Grid and block are those of merge_kernel with one team.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    merge_backward_kernel(const __grid_constant__ MergeGradParams args, const __grid_constant__ StateList states,
+    merge_backward_kernel(const __grid_constant__ MergeBackwardParams args, const __grid_constant__ StateList states,
                           const __grid_constant__ StateList grads, bool aligned) {
   constexpr int width = Row<T>::width;
   const MergeState& grad_output = args.grad_output;
@@ -295,9 +296,9 @@ void merge_splits(const AttentionParams& args, const Splits& splits, cudaStream_
   });
 }
 
-int64_t merge_grad_scratch(const MergeGradParams& args) { return 2 * list_bytes(args.forward); }
+int64_t merge_backward_scratch(const MergeBackwardParams& args) { return 2 * list_bytes(args.forward); }
 
-void merge_grad(const MergeGradParams& args, void* scratch, void* stream) {
+void merge_backward(const MergeBackwardParams& args, void* scratch, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   const MergeParams& forward = args.forward;
   const StateList states = list_of(forward, forward.inputs, scratch, s);

@@ -1,5 +1,5 @@
-// The online softmax of softmax.h for the rows of a fragment: a tile of scores becomes a tile of weights, and the states
-// (m, l) of its rows follow.
+// The online softmax of softmax.h for the rows of a fragment: a tile of scores becomes a tile of weights, and the
+// states (m, l) of its rows follow.
 #pragma once
 
 #include "tile.cuh"

@@ -1,5 +1,5 @@
-// From the products q.k of a fragment to scores, by the rules of mask.h: which tiles of keys a warp skips or sees whole,
-// which elements of a tile are hidden, and what softcap, ALiBi and the mask make of the others.
+// From the products q.k of a fragment to scores, by the rules of mask.h: which tiles of keys a warp skips or sees
+// whole, which elements of a tile are hidden, and what softcap, ALiBi and the mask make of the others.
 #pragma once
 
 #include "tile.cuh"
@@ -69,7 +69,7 @@ struct HeadScores {
       case DType::f16: return __half2float(*reinterpret_cast<const __half*>(at));
       case DType::bf16: return __bfloat162float(*reinterpret_cast<const __nv_bfloat16*>(at));
       case DType::f32: return *reinterpret_cast<const float*>(at);
-      default: return static_cast<float>(*reinterpret_cast<const double*>(at));
+      default: return bias_of(*reinterpret_cast<const double*>(at));
     }
   }
 

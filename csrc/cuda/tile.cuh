@@ -32,9 +32,9 @@ template <class T> __device__ __forceinline__ uint32_t round_pair(float x, float
 
 // --- fragments ---
 
-// A float matrix of 16 * kStrips rows and 8 * kColumns columns in the registers of a warp, as m16n8 products lay it out:
-// x[r][c][2 * h + e] of a lane is the element at row 16 * r + 8 * h + lane / 4 and column 8 * c + 2 * (lane % 4) + e.
-// x[r] is a strip of 16 rows; the four lanes that hold a row are a quad.
+// A float matrix of 16 * kStrips rows and 8 * kColumns columns in the registers of a warp, as m16n8 products lay it
+// out: x[r][c][2 * h + e] of a lane is the element at row 16 * r + 8 * h + lane / 4 and column 8 * c + 2 * (lane % 4) +
+// e. x[r] is a strip of 16 rows; the four lanes that hold a row are a quad.
 template <int kStrips, int kColumns> struct Fragment {
   float x[kStrips][kColumns][4];
 
@@ -126,8 +126,8 @@ template <int kStrips, int kColumns> struct Operand<float, kStrips, kColumns> : 
 
 // --- tiles ---
 
-// A matrix [rows][kDim] in shared memory. Row r has its 16-byte chunk c in place c ^ (r % 8), so that the same chunk of 8
-// successive rows lies in different banks. base is a multiple of a row's bytes.
+// A matrix [rows][kDim] in shared memory. Row r has its 16-byte chunk c in place c ^ (r % 8), so that the same chunk of
+// 8 successive rows lies in different banks. base is a multiple of a row's bytes.
 template <class T, int kDim> struct Tile {
   static constexpr int kRowBytes = kDim * sizeof(T), kChunks = kRowBytes / 16;
   uint32_t base;
@@ -203,9 +203,9 @@ __device__ __forceinline__ bool pages_exist(const AttentionParams& args, int64_t
   return !__syncthreads_or(missing);
 }
 
-// Copies rows [first, first + kRows) to a tile, by kThreads threads; some of them exist. Rows in aligned chunks are copied
-// asynchronously and not yet committed, others at once. Either way they can be read after a commit, wait_for_copies and
-// a barrier.
+// Copies rows [first, first + kRows) to a tile, by kThreads threads; some of them exist. Rows in aligned chunks are
+// copied asynchronously and not yet committed, others at once. Either way they can be read after a commit,
+// wait_for_copies and a barrier.
 template <int kRows, int kThreads, class T, int kDim>
 __device__ __forceinline__ void copy(Tile<T, kDim> to, const Source<T>& from, int64_t first) {
   constexpr int kChunks = Tile<T, kDim>::kChunks, kStep = kThreads / kChunks;
@@ -319,7 +319,8 @@ __device__ __forceinline__ void multiply_transposed(Fragment<kStrips, kColumns>&
       }
     }
   } else {
-    // By FMA: tensor cores would round float32 to 11 bits of 24. kPart products at a time are summed apart, for accuracy.
+    // By FMA: tensor cores would round float32 to 11 bits of 24. kPart products at a time are summed apart, for
+    // accuracy.
     constexpr int kPart = 64;
     const uint32_t a_lane = a.address(a_row + fragment_row(0, 0), 0);
     const uint32_t b_lanes[] = {b.address(b_row + fragment_column(0, 0), 0),

@@ -21,7 +21,7 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using OptionalInt = std::optional<int64_t>;
 
-// A ValueError that says which argument, what it was and what is wanted.
+// Throws a ValueError unless the condition holds. The message names the argument, what was found and what is wanted.
 template <class... Parts> void check(bool condition, const Parts&... parts) {
   if (condition) return;
   std::ostringstream message;
@@ -38,7 +38,7 @@ inline std::string shape(const std::vector<int64_t>& sizes) {
 }
 inline std::vector<int64_t> sizes(const Tensor& x) { return {x.sizes().begin(), x.sizes().end()}; }
 
-// The name that PyTorch's Python has for a dtype.
+// The Python name of a dtype, such as float16.
 inline std::string name(ScalarType type) {
   switch (type) {
     case ScalarType::Half: return "float16";

@@ -27,13 +27,15 @@ struct Cpu {
     Tensor memory = scratch(like, cpu_kernels().attention_scratch(p, runner.workers));
     cpu_kernels().attention(p, memory.data_ptr(), runner);
   }
-  static void attention_grad(const AttentionGradParams& p, const Tensor& like) {
+  static void attention_backward(const AttentionBackwardParams& p, const Tensor& like) {
     const Runner runner = torch_runner();
-    Tensor memory = scratch(like, cpu_kernels().attention_grad_scratch(p, runner.workers));
-    cpu_kernels().attention_grad(p, memory.data_ptr(), runner);
+    Tensor memory = scratch(like, cpu_kernels().attention_backward_scratch(p, runner.workers));
+    cpu_kernels().attention_backward(p, memory.data_ptr(), runner);
   }
   static void merge(const MergeParams& p, const Tensor&) { cpu_kernels().merge(p, torch_runner()); }
-  static void merge_grad(const MergeGradParams& p, const Tensor&) { cpu_kernels().merge_grad(p, torch_runner()); }
+  static void merge_backward(const MergeBackwardParams& p, const Tensor&) {
+    cpu_kernels().merge_backward(p, torch_runner());
+  }
 };
 
 std::string cpu_isa() { return cpu_kernels().name; }

@@ -1,4 +1,5 @@
-// The operators on the CUDA kernels, for whatever device runs these: CUDA, or what the tests put in its place.
+// The operators on the CUDA kernels. Current selects the device and its stream; the tests pass their own, to run on the
+// interpreter.
 #pragma once
 
 #include <cstdlib>
@@ -10,7 +11,7 @@ namespace flashsoftmax {
 // While a Current(like) lives the device of the tensor is the current one, and stream() that device's stream.
 template <class Current> struct CudaDevice {
   static constexpr bool kSumsGradMask = false;
-  // Only on request: to read them is to wait for the GPU, which a graph that is being captured cannot.
+  // Only if FLASHSOFTMAX_CHECK is 1: reading lengths waits for the GPU, which is impossible during graph capture.
   static bool reads_lengths(const Tensor& like) {
     const char* wanted = std::getenv("FLASHSOFTMAX_CHECK");
     return wanted && std::string(wanted) == "1" && !cuda::is_capturing(Current(like).stream());
@@ -18,12 +19,12 @@ template <class Current> struct CudaDevice {
   static void attention(const AttentionParams& p, const Tensor& like) {
     launch(like, p, cuda::attention_scratch(p), cuda::attention);
   }
-  static void attention_grad(const AttentionGradParams& p, const Tensor& like) {
-    launch(like, p, cuda::attention_grad_scratch(p), cuda::attention_grad);
+  static void attention_backward(const AttentionBackwardParams& p, const Tensor& like) {
+    launch(like, p, cuda::attention_backward_scratch(p), cuda::attention_backward);
   }
   static void merge(const MergeParams& p, const Tensor& like) { launch(like, p, cuda::merge_scratch(p), cuda::merge); }
-  static void merge_grad(const MergeGradParams& p, const Tensor& like) {
-    launch(like, p, cuda::merge_grad_scratch(p), cuda::merge_grad);
+  static void merge_backward(const MergeBackwardParams& p, const Tensor& like) {
+    launch(like, p, cuda::merge_backward_scratch(p), cuda::merge_backward);
   }
 
  private:

@@ -23,10 +23,10 @@ inline Tensor summed_to(const Tensor& x, const std::vector<int64_t>& shape) {
   return axes.empty() ? x : torch::stable::sum(x, torch::headeronly::IntHeaderOnlyArrayRef(axes), /*keepdim=*/true);
 }
 
-// Device::attention(params, like) and its siblings run a kernel on checked parameters; `like` is a tensor on the device.
-// Device::kSumsGradMask says whether the backward sums the gradient of a mask over its broadcast axes; if not, it writes a
-// gradient per score. Device::reads_lengths(like) says whether the values of lengths are checked here; if not, the kernels guard against bad
-// ones.
+// Device::attention(params, like), and likewise the others, runs a kernel on checked parameters, on the device of like.
+// Device::kSumsGradMask: the backward sums the gradient of a mask over its broadcast axes; otherwise it writes one
+// gradient per score.
+// Device::reads_lengths(like): the values of lengths are checked here; otherwise the kernels check them.
 template <class Device> struct Operators {
   static std::tuple<Tensor, Tensor, Tensor> attention(
       const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
@@ -61,7 +61,7 @@ template <class Device> struct Operators {
       const OptionalTensor& kv_lens, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
       int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, OptionalInt window_left,
       OptionalInt window_right, OptionalInt q_offset, bool mask_grad) {
-    AttentionGradParams grad{};
+    AttentionBackwardParams grad{};
     const bool reads_lengths = Device::reads_lengths(query);
     grad.forward = attention_params(
         {query, key, value, attn_mask, alibi_slopes, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
@@ -99,7 +99,7 @@ template <class Device> struct Operators {
     grad.grad_value = view(grad_value);
     if (mask_grad) grad.grad_mask = broadcast_view(grad_mask);
     if (sinks) grad.grad_sinks = grad_sinks.data_ptr();
-    if (lse.numel() > 0) Device::attention_grad(grad, query);
+    if (lse.numel() > 0) Device::attention_backward(grad, query);
     if (mask_grad && !Device::kSumsGradMask) grad_mask = summed_to(grad_mask, sizes(*attn_mask));
     return {grad_query, grad_key, grad_value, grad_mask, grad_sinks};
   }
@@ -129,10 +129,10 @@ template <class Device> struct Operators {
     for (int64_t n = 0; n < states; n++)
       grad_inputs.push_back(
           merge_state(torch::stable::select(grad_outs, 0, n), torch::stable::select(grad_lses, 0, n)));
-    MergeGradParams params{merge_params(inputs, outs[0], {}),
-                           {grad_out ? view(*grad_out) : Tensor4{}, grad_lse ? view(*grad_lse) : Tensor4{}},
-                           grad_inputs.data()};
-    if (lses[0].numel() > 0) Device::merge_grad(params, lses[0]);
+    MergeBackwardParams params{merge_params(inputs, outs[0], {}),
+                               {grad_out ? view(*grad_out) : Tensor4{}, grad_lse ? view(*grad_lse) : Tensor4{}},
+                               grad_inputs.data()};
+    if (lses[0].numel() > 0) Device::merge_backward(params, lses[0]);
     return {grad_outs, grad_lses};
   }
 

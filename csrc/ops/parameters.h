@@ -1,5 +1,5 @@
-// From the arguments of an operator to what a kernel is told. Whatever is passed to torch.ops.flashsoftmax, a kernel runs
-// only on what these checks let through.
+// Checks the arguments of an operator and turns them into the parameters of a kernel (params.h). No kernel runs on
+// arguments that fail a check.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace flashsoftmax {
 
-// An uninitialised (or zeroed) tensor [batch, heads, rows, dims]. Its memory is [batch, rows, heads, dims] where that of
-// `like` is.
+// A tensor [batch, heads, rows, dims], uninitialised or zeroed. Stored as [batch, rows, heads, dims] if `like` is, else
+// contiguous.
 inline Tensor empty_like_layout(const Tensor& like, int64_t dims, bool zero = false) {
   const int64_t batch = like.size(0), heads = like.size(1), rows = like.size(2);
   auto allocate = [&](const std::vector<int64_t>& sizes) {
@@ -67,8 +67,8 @@ inline void check_lengths(const AttentionParams& p, const AttentionArguments& a)
   }
 }
 
-// The parameters with all lengths in host memory, valid while this object lives. Lengths on a GPU are copied, which waits
-// for the GPU.
+// The parameters with all lengths in host memory, valid while this object lives. Lengths on a GPU are copied, which
+// waits for the GPU.
 class OnHost {
  public:
   OnHost(const AttentionParams& p, const AttentionArguments& a) : p_(p) {
@@ -149,7 +149,9 @@ inline void set_sequences(AttentionParams& p, const AttentionArguments& a) {
     p.block_table_row = a.block_table->stride(0);
     p.page_size = a.key.size(2);
     p.pages = a.key.size(0);
-    p.seqlen_k = a.block_table->size(1) * p.page_size;
+    const int64_t columns = a.block_table->size(1), most = kUnbounded / max<int64_t>(p.page_size, 1);
+    check(columns <= most, "block_table: ", columns, " columns, wanted at most ", most);
+    p.seqlen_k = columns * p.page_size;
   }
   if (a.kv_lens) {
     p.kv_lens = int_vector("kv_lens", *a.kv_lens, 1, a.query);
@@ -198,7 +200,7 @@ inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   }
 }
 
-// Checks all arguments and says to a kernel what they are. The values of lengths are checked only where reads_lengths.
+// The parameters of attention, from checked arguments. The values of lengths are checked only if reads_lengths.
 inline AttentionParams attention_params(const AttentionArguments& a, bool reads_lengths) {
   check_operands(a);
   AttentionParams p{};
@@ -237,7 +239,7 @@ inline std::vector<MergeState> merge_inputs(const std::vector<Tensor>& outs, con
   return inputs;
 }
 
-// What a merge of these inputs, which must outlive the result, into states like `out` is told.
+// The parameters of a merge of inputs into output. inputs must outlive the result.
 inline MergeParams merge_params(const std::vector<MergeState>& inputs, const Tensor& out, const MergeState& output) {
   std::optional<DType> dtype = dtype_of(out);
   check(dtype && *dtype != DType::boolean, "outs[0]: dtype ", name(out.scalar_type()),

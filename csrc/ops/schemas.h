@@ -5,8 +5,8 @@
 
 namespace flashsoftmax {
 
-// What attention and its backward have in common. Integers are SymInt, so that torch.compile and torch.export need not
-// fix their values.
+// The arguments that attention and its backward have in common. Integers are SymInt, so that torch.compile and
+// torch.export need not fix their values.
 //     query [B, Hq, Sq, Dqk], key [B, Hkv, Sk, Dqk], value [B, Hkv, Sk, Dv]
 //     varlen (cu_seqlens): B is 1, and the sequences are consecutive rows
 //     paged (block_table): key and value are [pages, Hkv, page_size, D]
@@ -14,7 +14,7 @@ inline const std::string kOperands =
     "Tensor query, "
     "Tensor key, "
     "Tensor value, ";
-inline const std::string kOptions =
+inline const std::string kCommonArguments =
     "Tensor? attn_mask, "     // [B, Hq, Sq, Sk]; an axis of size 1 is broadcast
     "Tensor? alibi_slopes, "  // [Hq], float32 (float64 for float64), as sinks and lse
     "Tensor? sinks, "         // [Hq]
@@ -32,7 +32,7 @@ inline const std::string kOptions =
 template <class Library> void define_operators(Library& m) {
   auto define = [&](const std::string& schema) { m.def(schema.c_str()); };
   // lse + lse_error is m + ln l, more exactly than lse alone: the backward needs both.
-  define("attention(" + kOperands + kOptions +
+  define("attention(" + kOperands + kCommonArguments +
          "Tensor? block_table, "  // [B, pages per sequence]
          "SymInt? split_size"     // keys per split
          ") -> (Tensor out, Tensor lse, Tensor lse_error)");
@@ -41,7 +41,7 @@ template <class Library> void define_operators(Library& m) {
          "Tensor out, "
          "Tensor lse, "
          "Tensor? lse_error, "  // absent: 0
-         + kOptions +
+         + kCommonArguments +
          "bool mask_grad"
          ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)");
   // outs [B, H, S, D] and lses [B, H, S], one of each per state

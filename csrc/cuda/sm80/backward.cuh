@@ -19,12 +19,12 @@
 namespace flashsoftmax::cuda::sm80 {
 
 struct BackwardParams {
-  AttentionGradParams args;
+  AttentionBackwardParams args;
   const BackwardRow* rows;
   Alignment aligned;
   bool grad_out_aligned, grad_query_aligned, grad_key_aligned, grad_value_aligned;
 
-  BackwardParams(const AttentionGradParams& args, const void* scratch)
+  BackwardParams(const AttentionBackwardParams& args, const void* scratch)
       : args(args), rows(static_cast<const BackwardRow*>(scratch)), aligned(args.forward) {
     const AttentionParams& f = args.forward;
     grad_out_aligned = aligned.q_rows(f, args.grad_out, f.head_dim_v);
@@ -192,7 +192,7 @@ template <class Shape, class T>
 __device__ __forceinline__ bool locate(const BackwardParams& params, int64_t tiles, BackwardBlock& block) {
   constexpr bool kOwnsKeys = Shape::kOwnsKeys;
   constexpr int kOwn = Shape::kOwn, kOther = Shape::kOther;
-  const AttentionGradParams& args = params.args;
+  const AttentionBackwardParams& args = params.args;
   const AttentionParams& forward = args.forward;
   const int64_t group = forward.group(), heads = kOwnsKeys ? 1 : group;  // heads: blocks that differ in the query head
   const int64_t unit = blockIdx.x / heads / tiles, b = unit / forward.heads_kv, kv_head = unit % forward.heads_kv;
@@ -289,7 +289,7 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
 
   // Other scores: likewise, and writes the gradient of the mask.
   __device__ __forceinline__ void weigh(Scores& s, Scores& dp, bool& spoils) const {
-    const AttentionGradParams& args = params.args;
+    const AttentionBackwardParams& args = params.args;
 #pragma unroll
     for (int r = 0; r < kStrips; r++) {
       const Range visible[2] = {visible_to(r, 0), visible_to(r, 1)};
@@ -330,7 +330,7 @@ __device__ __forceinline__ void write_gradients(const BackwardParams& params, co
                                                 Fragment<kStrips, kHeadDim / 8>& dqk,
                                                 Fragment<kStrips, kHeadDim / 8>& dv) {
   using Shape = BackwardShape<T, kHeadDim, kWanted>;
-  const AttentionGradParams& args = params.args;
+  const AttentionBackwardParams& args = params.args;
   const AttentionParams& forward = args.forward;
   const Sequence& seq = block.seq;
   const float scale = static_cast<float>(forward.scale);
@@ -466,7 +466,7 @@ void launch_backward(const BackwardParams& params, cudaStream_t stream) {
   check("backward", cudaGetLastError());
 }
 
-template <int kHeadDim> void backward(const AttentionGradParams& args, void* scratch, cudaStream_t stream) {
+template <int kHeadDim> void backward(const AttentionBackwardParams& args, void* scratch, cudaStream_t stream) {
   const BackwardParams params(args, scratch);
   for_dtype("query", args.forward.dtype, [&](auto element) {
     using T = decltype(element);

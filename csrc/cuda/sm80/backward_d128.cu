@@ -1,5 +1,5 @@
 #include "backward.cuh"
 
 namespace flashsoftmax::cuda::sm80 {
-template void backward<128>(const AttentionGradParams&, void*, cudaStream_t);
+template void backward<128>(const AttentionBackwardParams&, void*, cudaStream_t);
 }

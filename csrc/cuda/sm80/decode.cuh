@@ -212,8 +212,8 @@ template <class T, int kHeadDim> struct DecodeRing {
   }
 };
 
-// Products become scores, in multiples of scale if they are plain: rows of the tile from row0 on, against keys j0 + key,
-// j0 + key + 1, ...
+// Products become scores, in multiples of scale if they are plain: rows of the tile from row0 on, against keys j0 +
+// key, j0 + key + 1, ...
 template <int kColumns>
 __device__ __forceinline__ void make_scores(Fragment<1, kColumns>& s, const DecodeParams& params,
                                             const DecodeBlock& block, uint32_t row0, int key, bool plain) {

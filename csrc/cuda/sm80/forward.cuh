@@ -20,9 +20,9 @@ template <class T, int kWarps> struct ForwardBlock {
   TileRange seen[kWarps];
 };
 
-// Shared memory holds up to 32 KiB of queries and a ring of three slots of up to 16 KiB, in which keys and values of the
-// tiles follow each other. So two blocks fit the 164 KiB of an sm_80 SM, and one computes scores while the other is in
-// its softmax.
+// Shared memory holds up to 32 KiB of queries and a ring of three slots of up to 16 KiB, in which keys and values of
+// the tiles follow each other. So two blocks fit the 164 KiB of an sm_80 SM, and one computes scores while the other is
+// in its softmax.
 //
 // A warp has 32 rows where 255 registers hold their accumulators. A matrix that it reads from shared memory then serves
 // two products, and reading takes half as long as multiplying; with 16 rows it would take as long. Queries are read
@@ -65,7 +65,8 @@ struct ForwardParams {
   ForwardOrder order;
 };
 
-// Fills `block`. Returns whether there is an output to compute, and the number of key tiles that the block's queries see.
+// Fills `block`. Returns whether there is an output to compute, and the number of key tiles that the block's queries
+// see.
 template <class Shape, class T>
 __device__ __forceinline__ bool locate(const ForwardParams& params, const ForwardTask& task,
                                        ForwardBlock<T, Shape::kWarps>& block, int& tiles) {

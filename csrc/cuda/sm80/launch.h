@@ -9,7 +9,7 @@ namespace flashsoftmax::cuda::sm80 {
 // kHeadDim is at least head_dim and head_dim_v.
 template <int kHeadDim> void forward(const AttentionParams&, void* scratch, cudaStream_t);
 template <int kHeadDim> void decode(const AttentionParams&, void* scratch, cudaStream_t);
-template <int kHeadDim> void backward(const AttentionGradParams&, void* scratch, cudaStream_t);
+template <int kHeadDim> void backward(const AttentionBackwardParams&, void* scratch, cudaStream_t);
 
 inline int64_t decode_scratch(const AttentionParams& args) { return Splits(args, nullptr).bytes; }
 
