@@ -87,7 +87,7 @@ def test_a_device_that_was_not_built_says_why_in_one_line(operator):
     """What a CUDA tensor gets from the kernel that stands in for a missing one; it can be called without a GPU."""
     with pytest.raises(NotImplementedError) as error:
         flashsoftmax.library._missing_on_cuda(operator)()
-    reason = flashsoftmax.build_info().cuda_reason or "not written"
+    reason = flashsoftmax.build_info().cuda_reason or "the CUDA library does not contain it"
     assert operator in str(error.value) and reason in str(error.value) and "\n" not in str(error.value)
 
 
