@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from . import autocast, batching
-from .library import ARGUMENTS, OPERATORS
+from .library import ARGUMENTS, OPERATORS, flattened
 
 
 def call(function: type[Operator], *inputs: Any) -> Any:
@@ -37,12 +37,8 @@ def _needs_graph(inputs: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
 
 
-def _flat(args: tuple[Any, ...]) -> list[Any]:
-    return [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-
-
 def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
-    return [x for x in _flat(args) if isinstance(x, Tensor)]
+    return [x for x in flattened(args) if isinstance(x, Tensor)]
 
 
 class Operator(Function):
@@ -59,7 +55,7 @@ class Operator(Function):
     def kernel(cls, *args: Any) -> Any:
         """What the dispatcher runs under the key Autograd."""
         if _needs_graph(args):
-            return cls.apply(*_flat(args))
+            return cls.apply(*flattened(args))
         with torch._C._AutoDispatchBelowAutograd():
             return OPERATORS[cls.name](*args)
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import ARGUMENTS, OPERATORS
+from .library import ARGUMENTS, OPERATORS, flattened
 
 Dims = Sequence[int | None]
-BATCHED = {  # arguments whose first axis is the batch
-    *("grad_out", "grad_lse", "query", "key", "value", "out", "lse", "lse_error", "attn_mask", "kv_lens"),
-}
+BATCHED = ("grad_out", "grad_lse", "query", "key", "value", "out", "lse", "lse_error", "attn_mask", "kv_lens")
+"""Arguments whose first axis is the batch."""
 
 
 def attention(info: Any, in_dims: Dims, *args: Any) -> Any:
@@ -90,12 +89,9 @@ def _flat(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a rule that takes flattened lists of tensors, for vmap of the operator itself."""
 
     def wrapper(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        def flat(xs: tuple[Any, ...]) -> list[Any]:
-            return [y for x in xs for y in (x if isinstance(x, (list, tuple)) else (x,))]
-
         lists = zip(args, in_dims, strict=True)
         dims = [[None] * len(x) if isinstance(x, (list, tuple)) and dim is None else dim for x, dim in lists]
-        return rule(info, flat(tuple(dims)), *flat(args))
+        return rule(info, flattened(dims), *flattened(args))
 
     return wrapper
 

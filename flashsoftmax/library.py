@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ NAMES = ("attention", "attention_backward", "merge", "merge_backward")
 OPERATORS = {name: getattr(torch.ops.flashsoftmax, name).default for name in NAMES}
 ARGUMENTS = {name: tuple(x.name for x in op._schema.arguments) for name, op in OPERATORS.items()}
 """The names of each operator's arguments, in the order of its schema."""
+
+
+def flattened(args: Iterable[Any]) -> list[Any]:
+    """The arguments, with the elements of a list or tuple in its place."""
+    return [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
 
 
 def _missing_on_cuda(name: str) -> Callable[..., Any]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import handle_torch_function, has_torch_function
 
+from .library import flattened
+
 Window: TypeAlias = tuple[int | None, int | None]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -53,7 +55,7 @@ def entry_point(function: Function) -> Function:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        inputs = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        inputs = flattened((*args, *kwargs.values()))
         # The __torch_function__ of a CausalBias would make the result one too.
         if has_torch_function(inputs) and not any(isinstance(x, CausalBias) for x in inputs):
             return handle_torch_function(wrapper, inputs, *args, **kwargs)

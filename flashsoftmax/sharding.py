@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 
-from .library import ARGUMENTS, OPERATORS
+from .library import ARGUMENTS, OPERATORS, flattened
 from .options import PER_HEAD
 
 LENGTHS = ("kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_table")
 RESULTS = {
     "attention": ("out", "lse", "lse_error"),
     "attention_backward": ("query", "key", "value", "attn_mask", "sinks"),
-    "merge": ("out", "lse"),
-    "merge_backward": ("outs", "lses"),
 }
-
 
 _is_registered = False
 
@@ -55,13 +52,13 @@ def _attention(name: str) -> Callable[..., Any]:
     def strategies(*args: Any) -> Any:
         values = dict(zip(ARGUMENTS[name], args, strict=True))
         shapes = {x: value.shape for x, value in values.items() if hasattr(value, "placements")}
-        strategies = [whole]
+        rules = [whole]
         if values["cu_seqlens_q"] is None and values.get("block_table") is None:
-            strategies.append(by_batch)
+            rules.append(by_batch)
         if values["key"].shape[1] % values["query"].mesh.size() == 0:  # then query heads go with their key heads
-            strategies.append(by_heads)
+            rules.append(by_heads)
         found = []
-        for place in strategies:
+        for place in rules:
             inputs = [place(x, shapes[x]) if x in shapes else None for x in values]
             results = [place(x, shapes.get(x)) for x in RESULTS[name]]
             if name == "attention_backward" and place is not whole:
@@ -78,14 +75,13 @@ def _merge(states: int) -> Callable[..., Any]:
     from torch.distributed.tensor import Replicate, Shard
 
     def strategies(*args: Any) -> Any:
-        tensors = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        kinds = [None, 0, 1]  # whole, by batch, by heads
+        axes = [None, 0, 1]  # whole, by batch, by heads
         return [
             (
                 [Replicate() if d is None else Shard(d + states)] * 2,
-                [None if x is None else Replicate() if d is None else Shard(d) for x in tensors],
+                [None if x is None else Replicate() if d is None else Shard(d) for x in flattened(args)],
             )
-            for d in kinds
+            for d in axes
         ]
 
     return strategies
