@@ -14,10 +14,23 @@ __all__ = ["attention", "autocast", "autograd", "batching", "fake", "flops", "me
 
 def attention(**arguments: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator attention. Omitted arguments are None; max_seqlen_q and max_seqlen_k are 0."""
-    sharding.register()
-    values = {"max_seqlen_q": 0, "max_seqlen_k": 0} | arguments
-    out, lse, _ = autograd.call(autograd.Attention, *(values.get(name) for name in ARGUMENTS["attention"]))
+    out, lse, _ = attention_exact(**arguments)
     return out, lse
+
+
+def attention_exact(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, lse_error): lse + lse_error is what lse was before it was rounded."""
+    sharding.register()
+    found: tuple[Tensor, Tensor, Tensor] = autograd.call(autograd.Attention, *_listed("attention", arguments))
+    return found
+
+
+def attention_backward(**arguments: Any) -> tuple[Tensor, ...]:
+    """The gradients of query, key, value, attn_mask and sinks. Omitted arguments as in attention."""
+    found: tuple[Tensor, ...] = autograd.call(
+        autograd.AttentionBackward, *_listed("attention_backward", arguments)
+    )
+    return found
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -25,3 +38,8 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     sharding.register()
     out, lse = autograd.call(autograd.Merge, *outs, *lses)
     return out, lse
+
+
+def _listed(name: str, arguments: dict[str, Any]) -> list[Any]:
+    values = {"max_seqlen_q": 0, "max_seqlen_k": 0} | arguments
+    return [values.get(x) for x in ARGUMENTS[name]]
