@@ -239,7 +239,7 @@ class _Context(torch.autograd.Function):
                 dq, dk, dv, _, ds = ops.attention_backward(**arguments, mask_grad=False)
                 grad_query[:, :, rows] += dq
                 gradients.add(call.keys, dk, dv)
-                if sinks_here is not None:
+                if grad_sinks is not None and sinks_here is not None:
                     grad_sinks += ds
             gradients.finish(step, gradients_pending)
             buffers.finish(step, pending)

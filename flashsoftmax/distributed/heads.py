@@ -93,4 +93,5 @@ def _to_rows(x: Tensor, plan: ShardPlan, heads: list[Range]) -> Tensor:
     total = own.new_zeros(own.size(0), own.size(1), heads[-1][1], own.size(3), dtype=dtype)
     for p in range(plan.ulysses):
         total[:, :, slice(*heads[p])] += found[p]
-    return total.to(x.dtype).permute(1, 2, 0, 3)
+    summed: Tensor = total.to(x.dtype).permute(1, 2, 0, 3)
+    return summed

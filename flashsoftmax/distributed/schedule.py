@@ -149,8 +149,8 @@ class _Builder:
     def exchange(self, step: Step) -> None:
         """Finds the rows that the step sends, and notes where those that it gets will lie."""
         for n, message in enumerate(step.sends):
-            rows = [self.keys[h.owner, h.segment].part(h.start, h.end) for h in message.hops]
-            step.sends[n] = Message(message.peer, message.hops, _joined(rows))
+            sent = [self.keys[h.owner, h.segment].part(h.start, h.end) for h in message.hops]
+            step.sends[n] = Message(message.peer, message.hops, _joined(sent))
         for message in step.receives:
             row = 0
             for h in message.hops:
