@@ -245,7 +245,7 @@ def _backward(
     run: _Run,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value and sinks. results: out, lse and lse_error over all keys."""
-    wire = Wire(run.plan.group, f"backward of {NAME}", query, start=1)
+    wire = Wire(run.plan.group, f"backward of {NAME}", grad_out)
     buffers = _Buffers(run.plan, key, value, wire)
     gradients = _Gradients(run.plan, run.schedule, buffers)
     grad_query = torch.zeros_like(query, dtype=gradients.dtype)

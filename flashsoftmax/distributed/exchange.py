@@ -77,11 +77,14 @@ class Wire:
     element, the token, which passes through all exchanges of a call and ends in its result.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, what: str, like: Tensor, start: float = 0) -> None:
-        """like: any tensor on the device. start: the token's value, different in calls that must not become one."""
-        self.group, self.what, self.start = group, what, start
-        is_traced = group is not None and torch.compiler.is_compiling()
-        self.token = like.new_full((1,), start, dtype=torch.float32) if is_traced else None
+    def __init__(self, group: dist.ProcessGroup | None, what: str, after: Tensor) -> None:
+        """after: the exchanges begin when this tensor is known. In a backward that is a gradient: the compiler moves
+        into the forward, on some of the ranks, what does not depend on one.
+        """
+        self.group, self.what = group, what
+        self.token: Tensor | None = None
+        if group is not None and torch.compiler.is_compiling():
+            self.token = after.flatten()[:1].sum().isnan().float().view(1) * 0
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], arrivals: Sequence[Arrival], dtype: torch.dtype, step: str = ""
@@ -102,7 +105,7 @@ class Wire:
 
     def result(self, x: Tensor) -> Tensor:
         """x, computed after all exchanges."""
-        return x if self.token is None else x + (self.token - self.start).to(x.dtype)
+        return x if self.token is None else x + self.token.to(x.dtype)
 
     def _all_to_all(
         self, sends: Sequence[tuple[int, Tensor]], arrivals: Sequence[Arrival], dtype: torch.dtype
