@@ -95,7 +95,8 @@ def attention(
         if isinstance(attn_mask, CausalBias):
             attn_mask, options = _causal_bias(attn_mask, shape, options)
         attn_mask = _mask_of_scores(attn_mask, shape)
-    out, lse = _attend(query, key, value, complete(query, options), attn_mask=attn_mask, kv_lens=kv_lens)
+    masks = _by_kind(query, attn_mask)
+    out, lse = _attend(query, key, value, complete(query, options), **masks, kv_lens=kv_lens)
     return (out, lse) if return_lse else out
 
 
@@ -260,7 +261,7 @@ def attention_paged(
         key_pages.transpose(1, 2),
         value_pages.transpose(1, 2),
         complete(query, options),
-        attn_mask=attn_mask,
+        **_by_kind(query, attn_mask),
         kv_lens=kv_lens,
         block_table=block_table,
     )
@@ -337,6 +338,19 @@ def _mask_of_scores(attn_mask: Tensor | None, shape: tuple[int, int, int, int]) 
     if not fits:
         raise ValueError(f"attn_mask: shape {list(attn_mask.shape)}, wanted one broadcastable to {list(shape)}")
     return attn_mask[(None,) * (4 - attn_mask.dim())]
+
+
+def _by_kind(query: Tensor, attn_mask: Tensor | None) -> dict[str, Tensor]:
+    """The operator's arguments: a bool mask is its attn_mask, a float mask its attn_bias."""
+    if attn_mask is None:
+        return {}
+    if attn_mask.device != query.device:
+        wanted = f"wanted that of the other tensors, {query.device}"
+        raise ValueError(f"attn_mask: device {attn_mask.device}, {wanted}")
+    if attn_mask.dtype not in (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        dtype = str(attn_mask.dtype).removeprefix("torch.")
+        raise ValueError(f"attn_mask: dtype {dtype}, wanted bool or a floating dtype")
+    return {"attn_mask" if attn_mask.dtype == torch.bool else "attn_bias": attn_mask}
 
 
 def _is_placeholder(x: Tensor) -> bool:

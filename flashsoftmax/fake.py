@@ -103,7 +103,7 @@ def _check_numbers(values: dict[str, Any], statistics: torch.dtype) -> None:
 def _check_attention(values: dict[str, Any]) -> None:
     query, key, value = values["query"], values["key"], values["value"]
     cu_q, cu_k, block_table = values["cu_seqlens_q"], values["cu_seqlens_k"], values.get("block_table")
-    kv_lens, attn_mask = values["kv_lens"], values["attn_mask"]
+    kv_lens = values["kv_lens"]
     _check_operands(query, key, value, paged=block_table is not None)
 
     varlen = cu_q is not None or cu_k is not None
@@ -139,18 +139,18 @@ def _check_attention(values: dict[str, Any]) -> None:
     for name in PER_HEAD:
         if values[name] is not None:
             _check_like(name, values[name], (query.size(1),), query, _statistics(query))
-    if attn_mask is not None:
-        _check(not varlen, "attn_mask: given together with cu_seqlens, wanted without")
+    for name, dtypes, wanted in (("attn_mask", (torch.bool,), "bool"), ("attn_bias", FLOATING, "a floating dtype")):
+        x = values[name]
+        if x is None:
+            continue
+        _check(not varlen, f"{name}: given together with cu_seqlens, wanted without")
         scores = [sequences, query.size(1), query.size(2), keys]
-        message = f"attn_mask: shape {[*attn_mask.shape]}, wanted one broadcastable to {scores}"
-        _check(attn_mask.dim() == 4, message)
-        for have, want in zip(attn_mask.shape, scores, strict=True):
+        message = f"{name}: shape {[*x.shape]}, wanted one broadcastable to {scores}"
+        _check(x.dim() == 4, message)
+        for have, want in zip(x.shape, scores, strict=True):
             _check(have == 1 or have == want, message)
-        _check_device("attn_mask", attn_mask, query)
-        supported = (torch.bool, *FLOATING)
-        _check(
-            attn_mask.dtype in supported, f"attn_mask: dtype {_name(attn_mask.dtype)}, wanted bool or a floating dtype"
-        )
+        _check_device(name, x, query)
+        _check(x.dtype in dtypes, f"{name}: dtype {_name(x.dtype)}, wanted {wanted}")
 
 
 def _empty_like_layout(like: Tensor, dims: int) -> Tensor:
@@ -188,12 +188,12 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     ):
         if values[name] is not None:
             _check_like(name, values[name], shape, query, dtype)
-    attn_mask, sinks = values["attn_mask"], values["sinks"]
-    if values["mask_grad"]:
-        _check(attn_mask is not None, "mask_grad: True without attn_mask, wanted False")
+    attn_bias, sinks = values["attn_bias"], values["sinks"]
+    if values["bias_grad"]:
+        _check(attn_bias is not None, "bias_grad: True without attn_bias, wanted False")
     return (
         *(_empty_like_layout(x, x.size(3)) for x in (query, key, value)),
-        lse.new_empty(attn_mask.shape if values["mask_grad"] else (0,)),
+        lse.new_empty(attn_bias.shape if values["bias_grad"] else (0,)),
         lse.new_empty(sinks.shape if sinks is not None else (0,)),
     )
 

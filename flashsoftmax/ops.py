@@ -13,9 +13,9 @@ __all__ = ["attention", "autocast", "autograd", "batching", "fake", "flops", "me
 
 
 def attention(**arguments: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the operator attention. Omitted arguments are None; max_seqlen_q and max_seqlen_k are 0."""
+    """(out, lse) of the operator attention. Omitted arguments are None, or 0 if None is not allowed."""
     sharding.register()
-    values = {"max_seqlen_q": 0, "max_seqlen_k": 0} | arguments
+    values = {"max_seqlen_q": 0, "max_seqlen_k": 0, "dropout_p": 0.0} | arguments
     out, lse, _ = autograd.call(autograd.Attention, *(values.get(name) for name in ARGUMENTS["attention"]))
     return out, lse
 

@@ -11,10 +11,10 @@ import torch
 from .library import ARGUMENTS, OPERATORS, flattened
 from .options import PER_HEAD
 
-LENGTHS = ("kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_table")
+LENGTHS = ("kv_lens", "kv_starts", "q_lens", "cu_seqlens_q", "cu_seqlens_k", "block_table")
 RESULTS = {
     "attention": ("out", "lse", "lse_error"),
-    "attention_backward": ("query", "key", "value", "attn_mask", "sinks"),
+    "attention_backward": ("query", "key", "value", "attn_bias", "sinks"),
 }
 
 _is_registered = False
@@ -88,7 +88,7 @@ def _merge(states: int) -> Callable[..., Any]:
 
 
 def _is_broadcast(argument: str, shape: Any, axis: int) -> bool:
-    return argument == "attn_mask" and shape is not None and shape[axis] == 1
+    return argument in ("attn_mask", "attn_bias") and shape is not None and shape[axis] == 1
 
 
 register()

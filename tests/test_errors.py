@@ -305,10 +305,10 @@ BAD_NUMBERS = [
 
 KINDS = {
     "dense": lambda: operators.attention(
-        attn_mask=rand(2, 4, 5, 9), alibi_slopes=rand(4), sinks=rand(4), kv_lens=integers(9, 3)
+        attn_bias=rand(2, 4, 5, 9), alibi_slopes=rand(4), sinks=rand(4), kv_lens=integers(9, 3)
     ),
     "varlen": lambda: operators.attention("varlen", kv_lens=integers(4, 3)),
-    "paged": lambda: operators.attention("paged", attn_mask=rand(2, 4, 5, 9)),
+    "paged": lambda: operators.attention("paged", attn_bias=rand(2, 4, 5, 9)),
 }
 
 
@@ -373,7 +373,10 @@ class TestOperators:
             ("dense", "kv_lens", integers(-1, 3)),
             ("dense", "split_size", 0),
             ("dense", "window_left", -1),
-            ("dense", "attn_mask", rand(1, 2, 5, 9)),
+            ("dense", "attn_mask", rand(1, 4, 5, 9)),
+            ("dense", "attn_bias", rand(1, 2, 5, 9)),
+            ("dense", "attn_bias", rand(2, 4, 5, 9).long()),
+            ("dense", "dropout_p", 0.5),
             ("varlen", "cu_seqlens_q", integers(0, 12, 9)),
             ("varlen", "cu_seqlens_q", integers(3, 5, 9)),
             ("varlen", "cu_seqlens_k", integers(0, 4, 10)),
@@ -382,7 +385,8 @@ class TestOperators:
             ("varlen", "max_seqlen_k", 4),
             ("varlen", "kv_lens", integers(4, 6)),
             ("varlen", "query", rand(2, 4, 9, 8)),
-            ("varlen", "attn_mask", rand(1, 4, 9, 9)),
+            ("varlen", "attn_mask", rand(1, 4, 9, 9) > 0),
+            ("varlen", "attn_bias", rand(1, 4, 9, 9)),
             ("paged", "block_table", integers([2, 0, 4], [1, 2, -1])),
             ("paged", "block_table", integers([2, 0, -1], [1, 2, -1])),
             ("paged", "kv_lens", integers(10, 5)),

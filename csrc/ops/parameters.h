@@ -25,13 +25,15 @@ inline Tensor empty_like_layout(const Tensor& like, int64_t dims, bool zero = fa
 // The arguments of attention and of its backward, as the schemas name them.
 struct AttentionArguments {
   const Tensor &query, &key, &value;
-  const OptionalTensor &attn_mask, &alibi_slopes, &sinks;
-  const OptionalTensor &kv_lens, &cu_seqlens_q, &cu_seqlens_k;
+  const OptionalTensor &attn_mask, &attn_bias, &alibi_slopes, &sinks;
+  const OptionalTensor &kv_lens, &kv_starts, &q_lens, &cu_seqlens_q, &cu_seqlens_k;
   int64_t max_seqlen_q, max_seqlen_k;
   double scale, softcap;
   OptionalInt window_left, window_right, q_offset;
   const OptionalTensor& block_table;
   OptionalInt split_size;
+  double dropout_p;
+  const OptionalTensor& dropout_seed;
 };
 
 // Checks the values of cu_seqlens, which are in host memory.
@@ -159,6 +161,17 @@ inline void set_sequences(AttentionParams& p, const AttentionArguments& a) {
   }
 }
 
+// A tensor that is broadcast to the scores.
+inline Tensor4 scores_view(const char* argument, const Tensor& x, const AttentionParams& p, const Tensor& query) {
+  check(!p.cu_seqlens_q, argument, ": given together with cu_seqlens, wanted without");
+  const std::vector<int64_t> scores = scores_shape(p);
+  bool fits = x.dim() == 4;
+  for (int64_t d = 0; fits && d < 4; d++) fits = x.size(d) == scores[d] || x.size(d) == 1;
+  check(fits, argument, ": shape ", shape(sizes(x)), ", wanted one broadcastable to ", shape(scores));
+  check_device(argument, x, query);
+  return broadcast_view(x);
+}
+
 // Which keys a query sees, at what score, and in what splits.
 inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   // Kernels use numbers in the type of the statistics: that value has to make sense.
@@ -183,20 +196,23 @@ inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   check(p.split_size > 0, "split_size: ", p.split_size, ", wanted at least 1");
   p.split_size = std::min(p.split_size, max<int64_t>(p.seqlen_k, 1));
 
+  check(!a.kv_starts, "kv_starts: not supported yet, wanted None");
+  check(!a.q_lens, "q_lens: not supported yet, wanted None");
+  check(a.dropout_p == 0, "dropout_p: ", a.dropout_p, " is not supported, wanted 0");
   if (a.alibi_slopes) p.alibi_slopes = head_vector("alibi_slopes", *a.alibi_slopes, p.heads_q, a.query);
   if (a.sinks) p.sinks = head_vector("sinks", *a.sinks, p.heads_q, a.query);
   if (a.attn_mask) {
-    const Tensor& mask = *a.attn_mask;
-    check(!p.cu_seqlens_q, "attn_mask: given together with cu_seqlens, wanted without");
-    const std::vector<int64_t> scores = scores_shape(p);
-    bool fits = mask.dim() == 4;
-    for (int64_t d = 0; fits && d < 4; d++) fits = mask.size(d) == scores[d] || mask.size(d) == 1;
-    check(fits, "attn_mask: shape ", shape(sizes(mask)), ", wanted one broadcastable to ", shape(scores));
-    check_device("attn_mask", mask, a.query);
-    std::optional<DType> mask_dtype = dtype_of(mask);
-    check(mask_dtype.has_value(), "attn_mask: dtype ", name(mask.scalar_type()), ", wanted bool or a floating dtype");
-    p.mask = broadcast_view(mask);
-    p.mask_dtype = *mask_dtype;
+    p.mask = scores_view("attn_mask", *a.attn_mask, p, a.query);
+    check_type("attn_mask", *a.attn_mask, ScalarType::Bool);
+    p.mask_dtype = DType::boolean;
+  }
+  if (a.attn_bias) {
+    check(!a.attn_mask, "attn_bias: given together with attn_mask, which is not supported yet");
+    p.mask = scores_view("attn_bias", *a.attn_bias, p, a.query);
+    std::optional<DType> dtype = dtype_of(*a.attn_bias);
+    check(dtype && *dtype != DType::boolean, "attn_bias: dtype ", name(a.attn_bias->scalar_type()),
+          ", wanted a floating dtype");
+    p.mask_dtype = *dtype;
   }
 }
 
