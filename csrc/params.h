@@ -55,6 +55,7 @@ struct AttentionParams {
   int64_t rows_q;              // of query, out and lse
   int64_t rows_k;              // of key and value
   IntVector kv_lens;           // [sequences], absent: seqlen_k
+  IntVector kv_starts;         // [sequences], absent: 0
   IntVector cu_seqlens_q, cu_seqlens_k;  // [sequences + 1], varlen only
   IntVector block_table;                 // [sequences][block_table_row], paged only
   int64_t block_table_row = 0, page_size = 0, pages = 0;
@@ -83,9 +84,11 @@ template <class A> FLASHSOFTMAX_INLINE Score<A> score_of(const AttentionParams& 
   return {A(p.scale), A(p.softcap), p.alibi_slopes.data ? p.alibi_slopes.at<A>(h) : A(0)};
 }
 
-// Where one sequence lies in the tensors, and which keys its queries see.
+// Where one sequence lies in the tensors, and which keys its queries see. Keys are counted from the first one that is
+// filled, so the kernels never meet those before it.
 struct Sequence {
   int64_t q_batch, q_row, q_len, k_batch, k_row;
+  int64_t first_key;  // key 0 is key first_key of the mask and of the pages
   Band band;
   // False if the lengths are impossible. The kernels check this because lengths in GPU memory are not checked earlier.
   // An invalid sequence has output NaN in its existing rows, and none of its keys is read.
@@ -93,7 +96,7 @@ struct Sequence {
 };
 
 FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
-  Sequence s{b, 0, p.seqlen_q, b, 0, {}, true};
+  Sequence s{b, 0, p.seqlen_q, b, 0, 0, {}, true};
   int64_t k_len = p.seqlen_k;
   if (p.cu_seqlens_q) {
     const int64_t end = p.cu_seqlens_q[b + 1], k_end = p.cu_seqlens_k[b + 1];
@@ -111,9 +114,13 @@ FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
   }
   const int64_t most = p.cu_seqlens_k ? k_len : p.seqlen_k;
   if (p.kv_lens) k_len = p.kv_lens[b];
-  s.valid = s.valid && 0 <= k_len && k_len <= most && most <= p.seqlen_k;
+  const int64_t first_key = p.kv_starts ? p.kv_starts[b] : 0;
+  s.valid = s.valid && 0 <= k_len && k_len <= most && most <= p.seqlen_k && 0 <= first_key;
   if (!s.valid) k_len = 0;
-  s.band = {p.has_q_offset ? p.q_offset : k_len - s.q_len, p.window, k_len};
+  s.first_key = min(max<int64_t>(first_key, 0), k_len);
+  s.k_row += s.first_key;
+  const int64_t q_offset = p.has_q_offset ? p.q_offset : k_len - s.q_len;
+  s.band = {q_offset - s.first_key, p.window, k_len - s.first_key};
   return s;
 }
 

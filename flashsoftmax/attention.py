@@ -70,6 +70,9 @@ def attention(
             It counts in lse.
         q_offset: position of query 0 among the keys; kv_len - Sq if omitted, which aligns the last query with the last
             key.
+        kv_starts: [B], int32 or int64: keys and values before kv_starts[b], such as left padding, are hidden and not
+            read. Positions do not change. The result is bitwise that of the keys from kv_starts[b] on alone. A sequence
+            with kv_starts[b] >= kv_len sees no key.
         split_size: keys per split, rounded up to whole tiles. The bits of the result depend on it, but not on batch,
             heads or threads.
         return_lse: return (out, lse).
@@ -84,7 +87,7 @@ def attention(
         fit.
     """
     _check_tensors(query=query, key=key, value=value)
-    _check_optional_tensors(attn_mask=attn_mask, kv_lens=kv_lens)
+    _check_optional_tensors(attn_mask=attn_mask, kv_lens=kv_lens, kv_starts=options.get("kv_starts"))
     if query.is_nested or key.is_nested or value.is_nested:
         packed = nested.pack(query, key, value, attn_mask)
         out, lse = _attend(*packed.operands, complete(query, options), kv_lens=kv_lens, **packed.lengths)
@@ -167,7 +170,7 @@ def attention_varlen(
         fit.
     """
     _check_tensors(query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    _check_optional_tensors(kv_lens=kv_lens)
+    _check_optional_tensors(kv_lens=kv_lens, kv_starts=options.get("kv_starts"))
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if length is None:
             raise TypeError(f"{name}: None, wanted an int")
@@ -235,8 +238,8 @@ def attention_paged(
         key_pages: [pages, page_size, Hkv, Dqk], any page size and strides.
         value_pages: [pages, page_size, Hkv, Dv].
         block_table: [B, n], int32 or int64: key j of sequence b is slot ``j % page_size`` of page
-            ``block_table[b, j // page_size]``. Entries of pages that no query sees, by kv_lens or by the window, may
-            hold anything.
+            ``block_table[b, j // page_size]``. Entries of pages that no query sees, by kv_lens, kv_starts or the
+            window, may hold anything.
         kv_lens: [B], int32 or int64: keys of each sequence.
         attn_mask: broadcastable to [B, Hq, Sq, n * page_size].
         return_lse: return (out, lse).
@@ -249,7 +252,7 @@ def attention_paged(
         not fit.
     """
     _check_tensors(query=query, key_pages=key_pages, value_pages=value_pages, block_table=block_table, kv_lens=kv_lens)
-    _check_optional_tensors(attn_mask=attn_mask)
+    _check_optional_tensors(attn_mask=attn_mask, kv_starts=options.get("kv_starts"))
     for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
         if x.dim() != 4:
             raise ValueError(f"{name}: {x.dim()} dimensions, wanted 4: [pages, page_size, heads, head_dim]")

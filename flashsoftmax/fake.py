@@ -131,9 +131,10 @@ def _check_attention(values: dict[str, Any]) -> None:
             most = 2**60 // max(page_size, 1)
             _check(columns <= most, f"block_table: {columns} columns, wanted at most {most}")
         keys = columns * page_size
-    if kv_lens is not None:
-        _check_lengths("kv_lens", kv_lens, 1, query)
-        _check_shape("kv_lens", kv_lens, (sequences,))
+    for name in ("kv_lens", "kv_starts"):
+        if values[name] is not None:
+            _check_lengths(name, values[name], 1, query)
+            _check_shape(name, values[name], (sequences,))
 
     _check_numbers(values, _statistics(query))
     for name in PER_HEAD:

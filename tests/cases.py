@@ -64,6 +64,7 @@ class Case:
     mask: str | None = None  # see MASKS
     q_offset: int | None = None
     kv_lens: tuple[int, ...] | None = None  # what lies beyond is NaN
+    kv_starts: tuple[int, ...] | None = None  # what lies before is NaN
     split_size: int | None = None
     layout: str = "contiguous"  # of query, key and value; see LAYOUTS
     scores: str = "random"  # see SCORES
@@ -88,15 +89,22 @@ class Case:
             tensors["sinks"] = torch.randn(query_heads)
         if self.kv_lens:
             tensors["kv_lens"] = torch.tensor(self.kv_lens)
-            for x in (key, value):
-                for sequence, length in zip(x, self.kv_lens, strict=True):
-                    sequence[:, length:] = NAN
-            if is_real(mask := tensors.get("attn_mask")) and mask.shape[0] == self.batch:
-                for rows, length in zip(mask, self.kv_lens, strict=True):
-                    rows[..., length:] = NAN
+        if self.kv_starts:
+            tensors["kv_starts"] = torch.tensor(self.kv_starts)
+        for b, (start, end) in enumerate(self.filled()):
+            padded = [key, value]
+            if is_real(mask := tensors.get("attn_mask")) and mask.dim() == 4 and mask.shape[0] == self.batch:
+                padded.append(mask.transpose(2, 3))
+            for x in padded:
+                x[b, :, :start] = x[b, :, end:] = NAN
         tensors = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()}
         tensors |= {name: LAYOUTS[self.layout](tensors[name]) for name in ("query", "key", "value")}
         return tensors | options
+
+    def filled(self) -> list[tuple[int, int]]:
+        """The keys [start, end) of each sequence that exist."""
+        starts, ends = self.kv_starts or (0,) * self.batch, self.kv_lens or (self.keys,) * self.batch
+        return list(zip(starts, ends, strict=True))
 
     def call(self, attention: Callable) -> Callable:
         return lambda **inputs: attention(**inputs, split_size=self.split_size, return_lse=True)
@@ -198,6 +206,22 @@ CASES = [
     Case("lengths", batch=5, keys=70, kv_lens=(0, 1, 33, 65, 70)),
     Case("lengths-causal", batch=5, heads=(4, 2), rows=40, keys=70, causal=True, kv_lens=(70, 0, 39, 41, 1)),
     Case("lengths-window-offset", batch=3, rows=20, keys=90, window=(30, 2), q_offset=40, kv_lens=(90, 45, 30)),
+    Case("starts", batch=4, heads=(4, 2), rows=40, keys=140, kv_starts=(0, 1, 70, 133)),
+    Case("starts-causal", batch=4, rows=70, keys=90, causal=True, kv_starts=(0, 33, 64, 90), sinks=True),
+    Case(
+        "starts-lengths-window",
+        batch=4,
+        rows=20,
+        keys=300,
+        dim=16,
+        window=(70, 2),
+        kv_starts=(3, 200, 17, 250),
+        kv_lens=(300, 260, 16, 300),
+    ),
+    Case("starts-mask-bool", batch=2, rows=40, keys=140, mask="bool", kv_starts=(5, 60)),
+    Case("starts-mask-float-alibi", batch=2, mask="float", alibi=True, kv_starts=(9, 40), kv_lens=(70, 66)),
+    Case("starts-mask-float-2d", batch=3, rows=70, keys=300, dim=16, mask="float-2d", kv_starts=(0, 129, 40)),
+    Case("starts-mask-float-keys", batch=2, rows=20, keys=200, dim=16, mask="float-keys", kv_starts=(100, 3)),
     # Masks.
     Case("mask-bool", batch=2, mask="bool"),
     Case("mask-bool-2d", batch=2, rows=130, keys=140, dim=16, mask="bool-2d"),
@@ -258,6 +282,19 @@ CASES = [
         kv_lens=(2, 1026, 1100),
         split_size=256,
     ),
+    Case(
+        "decode-starts",
+        batch=4,
+        heads=(6, 2),
+        rows=3,
+        keys=2100,
+        dim=8,
+        causal=True,
+        kv_starts=(0, 1000, 2095, 7),
+        kv_lens=(2100, 1500, 2100, 7),
+        split_size=256,
+    ),
+    Case("decode-starts-mask", batch=2, rows=2, keys=600, dim=8, mask="float", kv_starts=(300, 5), split_size=128),
     Case("decode-sinks", heads=(6, 3), rows=2, keys=2100, dim=16, sinks=True, split_size=1024),
     Case("decode-alibi-softcap", heads=(4, 2), rows=3, keys=1100, alibi=True, softcap=3.0, split_size=64),
     Case("decode-mask-bool", batch=2, rows=4, keys=1100, dim=16, mask="bool", split_size=256),

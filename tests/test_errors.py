@@ -29,7 +29,7 @@ def refused(call, valid, change, name, *words):
         on_meta(call, valid | change, message)
 
 
-VALUES = r"(kv_lens|cu_seqlens_[qk]|block_table)(\[|: ends)|max_seqlen_[qk]: \d+, wanted at least [1-9]"
+VALUES = r"(kv_lens|kv_starts|cu_seqlens_[qk]|block_table)(\[|: ends)|max_seqlen_[qk]: \d+, wanted at least [1-9]"
 
 
 def on_meta(call, arguments, message):
@@ -135,6 +135,10 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"kv_lens": torch.tensor([7.0, 7.0])}, "kv_lens", "float32", "int32"),
     ({"kv_lens": integers(7, 8)}, "kv_lens", "8", "7"),
     ({"kv_lens": integers(-1, 7)}, "kv_lens", "-1"),
+    ({"kv_starts": [0, 0]}, "kv_starts", "list"),
+    ({"kv_starts": integers(0)}, "kv_starts", "1", "2"),
+    ({"kv_starts": torch.tensor([0.0, 0.0])}, "kv_starts", "float32", "int32"),
+    ({"kv_starts": integers(0, -1)}, "kv_starts", "-1", "0"),
     # Devices.
     ({"key": VALID["key"].to("meta")}, "key", "meta", "cpu"),
     ({"kv_lens": integers(7, 7).to("meta")}, "kv_lens", "meta", "cpu"),
@@ -196,6 +200,8 @@ VARLEN = {
     ({"max_seqlen_k": 12.0}, "max_seqlen_k", "12.0"),
     ({"kv_lens": integers(12, 9, 10)}, "kv_lens", "9", "8"),
     ({"kv_lens": integers(12, 8, -1)}, "kv_lens", "-1"),
+    ({"kv_starts": integers(0, 0)}, "kv_starts", "2", "3"),
+    ({"kv_starts": integers(0, -1, 0)}, "kv_starts", "-1"),
     ({"kv_lens": integers(12, 8)}, "kv_lens", "2", "3"),
     ({"sinks": rand(5)}, "sinks", "5", "4"),
     ({"window": (-1, -1)}, "window", "-1", "None"),
@@ -305,7 +311,11 @@ BAD_NUMBERS = [
 
 KINDS = {
     "dense": lambda: operators.attention(
-        attn_bias=rand(2, 4, 5, 9), alibi_slopes=rand(4), sinks=rand(4), kv_lens=integers(9, 3)
+        attn_bias=rand(2, 4, 5, 9),
+        alibi_slopes=rand(4),
+        sinks=rand(4),
+        kv_lens=integers(9, 3),
+        kv_starts=integers(2, 0),
     ),
     "varlen": lambda: operators.attention("varlen", kv_lens=integers(4, 3)),
     "paged": lambda: operators.attention("paged", attn_bias=rand(2, 4, 5, 9)),

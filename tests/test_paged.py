@@ -14,17 +14,19 @@ from flashsoftmax import attention, attention_paged
 def paged(inputs, lens, page_size, *, unused=-1, spare=2):
     """The same keys and values in shuffled pages. Unused slots are NaN, unused table entries `unused`."""
     batch, heads, keys, _ = inputs["key"].shape
-    used = [-(-length // page_size) for length in lens]
+    starts = inputs.get("kv_starts", torch.zeros(batch, dtype=torch.int64)).tolist()
+    firsts = [min(start, length) // page_size for start, length in zip(starts, lens, strict=True)]
+    used = [-(-length // page_size) - first for length, first in zip(lens, firsts, strict=True)]
     order = torch.randperm(sum(used) + spare)[: sum(used)]
     table = torch.full((batch, -(-keys // page_size)), unused)
-    for row, ids in zip(table, order.split(used), strict=True):
-        row[: len(ids)] = ids
+    for row, first, ids in zip(table, firsts, order.split(used), strict=True):
+        row[first : first + len(ids)] = ids
     pages = {}
     for name in ("key", "value"):
         x = inputs[name]
         pool = x.new_full((sum(used) + spare, page_size, heads, x.shape[3]), NAN)
-        for sequence, row, length in zip(x, table, lens, strict=True):
-            for j in range(length):
+        for sequence, row, start, length in zip(x, table, starts, lens, strict=True):
+            for j in range(start, length):
                 pool[row[j // page_size], j % page_size] = sequence[:, j]
         pages[f"{name}_pages"] = pool
     device = inputs["query"].device
@@ -88,6 +90,8 @@ PAGES = [
         split_size=32,
     ),
     pages("mask-float", 16, (60, 33), rows=2, mask="float-hides"),
+    pages("starts", 7, (90, 41, 30), rows=3, kv_starts=(20, 41, 1), causal=True, split_size=16),
+    pages("starts-splits", 64, (2300, 1100), rows=1, dim=16, kv_starts=(1030, 5), split_size=1024),
     pages("tiled", 16, (70, 3, 40), rows=20, causal=True),
     pages("tiled", 3, (70, 71), rows=40, window=(30, 5)),
     pages("tiled", 64, (150, 130), rows=70, causal=True, heads=(2, 2), dim=72),
@@ -106,6 +110,7 @@ PAGES = [
         q_offset=40,
     ),
     pages("tiled-mask", 16, (60, 33), rows=20, mask="bool"),
+    pages("tiled-starts", 7, (150, 80), rows=40, mask="bool", kv_starts=(71, 6), window=(50, None)),
 ]
 EACH = pytest.mark.parametrize("pages", PAGES, ids=lambda pages: pages.id)
 

@@ -62,6 +62,7 @@ def cases(draw):
         mask=draw(st.none() | st.sampled_from(sorted(MASKS))),
         q_offset=draw(st.none() | st.integers(-100, 200)),
         kv_lens=draw(st.none() | st.tuples(*[st.integers(0, keys)] * batch)),
+        kv_starts=draw(st.none() | st.tuples(*[st.integers(0, keys + 5)] * batch)),
         split_size=draw(st.none() | st.integers(1, 200)),
         layout=draw(st.sampled_from(sorted(LAYOUTS))),
         scores=draw(st.sampled_from(["random", "large"])),

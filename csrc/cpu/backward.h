@@ -142,7 +142,7 @@ template <class T> class Backward {
   // One tile of keys against all queries that see it.
   void run_task(typename Sums::Task task, const Workspace& w, Shared& all) const {
     A* grad_q = all.grad_q.begin(task);  // [heads that share the kv head][seqlen_q][dim_padded]
-    const KeyTile t = key_tile(task.sum / p.heads_kv, task.sum % p.heads_kv, task.task);
+    const KeyTile t = key_tile(task.sum / p.heads_kv, task.sum % p.heads_kv, task.task * tile_keys);
     const Band& band = t.sequence.band;
     const int64_t first_query = band.first_query(t.j0),
                   end_query = min(t.sequence.q_len, band.end_query(t.j0 + t.keys));
@@ -164,10 +164,16 @@ template <class T> class Backward {
     all.grad_q.end(task, [&] { store_grad_queries(t, grad_q); });
   }
 
-  KeyTile key_tile(int64_t b, int64_t kv_head, int64_t tile) const {
+  // The keys from j0 on.
+  KeyTile key_tile(int64_t b, int64_t kv_head, int64_t j0) const {
     const Sequence s = sequence(p, b);
-    const int64_t j0 = tile * tile_keys;
     return {s, b, kv_head, j0, min(tile_keys, s.band.kv_len - j0)};
+  }
+  // Those keys of the same sequence that lie in a tile of the mask.
+  KeyTile key_tile_of_mask(int64_t b, int64_t kv_head, int64_t tile) const {
+    const Sequence s = sequence(p, b);
+    const int64_t begin = tile * tile_keys - s.first_key, j0 = max<int64_t>(begin, 0);
+    return {s, b, kv_head, j0, min(begin + tile_keys, s.band.kv_len) - j0};
   }
   QueryTile query_tile(const KeyTile& t, int64_t h, int64_t tile) const {
     const int64_t i = tile * tile_queries, queries = min(tile_queries, t.sequence.q_len - i);
@@ -334,7 +340,7 @@ template <class T> class Backward {
   void store_grad_mask(const KeyTile& t, const QueryTile& q, const Workspace& w) const {
     for (int64_t r = 0; r < q.queries; r++)
       for (int64_t j = q.keys.begin; j < q.keys.end; j++)
-        at<A>(params.grad_mask, t.b, q.h, q.i + r)[(t.j0 + j) * params.grad_mask.dim] =
+        at<A>(params.grad_mask, t.b, q.h, q.i + r)[(t.sequence.first_key + t.j0 + j) * params.grad_mask.dim] =
             w.grad_bias[j * tile_queries + r];
   }
 
@@ -363,8 +369,9 @@ template <class T> class Backward {
     for (int64_t b = bs.begin; b < bs.end; b++)
       for (int64_t h = heads.begin; h < heads.end; h++)
         for (int64_t k_tile = k_tiles.begin; k_tile < k_tiles.end; k_tile++) {
-          const KeyTile t = key_tile(b, h / p.group(), k_tile);
-          if (t.keys <= 0) break;
+          const KeyTile t = key_tile_of_mask(b, h / p.group(), k_tile);
+          if (t.keys <= 0) continue;
+          const int64_t column = t.sequence.first_key + t.j0 - k_tile * tile_keys;  // of the tile's first key
           pack_keys(t, w);
           for (int64_t q_tile = q_tiles.begin; q_tile < q_tiles.end; q_tile++) {
             const QueryTile q = query_tile(t, h, q_tile);
@@ -374,7 +381,7 @@ template <class T> class Backward {
             weigh_tile(t, q, w);
             for (int64_t j = q.keys.begin; j < q.keys.end; j++)
               for (int64_t r = 0; r < q.queries; r++)
-                w.grad_mask[j * tile_queries + r] += w.grad_bias[j * tile_queries + r];
+                w.grad_mask[(column + j) * tile_queries + r] += w.grad_bias[j * tile_queries + r];
           }
         }
 

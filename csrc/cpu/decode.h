@@ -161,7 +161,7 @@ template <class T> class Decode {
     const V first(min(u.sequence.band.first(i) - j0, tile_keys)),
         end(max<int64_t>(min(u.sequence.band.end(i) - j0, n), 0));
     const V distance(A(i + u.sequence.band.q_offset - j0));
-    if (p.mask.data) pack_mask(p, u.b, h, i, 1, j0, n, padded, w.bias);
+    if (p.mask.data) pack_mask(p, u.sequence, u.b, h, i, 1, j0, n, padded, w.bias);
 
     V maxima(kHidden);
     for (int64_t j = 0; j < padded; j += V::lanes) {

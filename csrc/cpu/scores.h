@@ -30,11 +30,12 @@ struct KeyRange {
 // Packs rows [i, i + rows) and keys [j, j + keys) of attn_mask into tile [rows][stride], as numbers to add to the
 // scores: False is -inf.
 template <class A>
-void pack_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j, int64_t keys,
-               int64_t stride, A* tile) {
+void pack_mask(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j,
+               int64_t keys, int64_t stride, A* tile) {
   auto pack_as = [&](auto element) {
     using U = decltype(element);
-    pack(Rows<U>{at<U>(p.mask, b, h, i) + j * p.mask.dim, p.mask.row, p.mask.dim}, 0, rows, rows, keys, stride, tile);
+    pack(Rows<U>{at<U>(p.mask, b, h, i) + (s.first_key + j) * p.mask.dim, p.mask.row, p.mask.dim}, 0, rows, rows, keys,
+         stride, tile);
   };
   switch (p.mask_dtype) {
     case DType::boolean: return pack_as(bool());
@@ -71,7 +72,7 @@ template <class A, int cols> class PanelScores {
       A* rows = mask_scratch;                         // [panel][kMaxTileKeys]
       A* bias = mask_scratch + panel * kMaxTileKeys;  // [kMaxTileKeys][panel]
       std::memset(static_cast<void*>(rows), 0, panel * kMaxTileKeys * sizeof(A));
-      pack_mask(p, b, h, i0, queries, j0, keys, kMaxTileKeys, rows);
+      pack_mask(p, s, b, h, i0, queries, j0, keys, kMaxTileKeys, rows);
       transpose(rows, kMaxTileKeys, panel, kMaxTileKeys, bias, panel);
       bias_ = bias;
     }

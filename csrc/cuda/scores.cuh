@@ -79,12 +79,14 @@ struct HeadScores {
   }
 };
 
-__device__ __forceinline__ HeadScores head_scores(const AttentionParams& args, const Band& band, int64_t b, int64_t h) {
+__device__ __forceinline__ HeadScores head_scores(const AttentionParams& args, const Sequence& seq, int64_t b,
+                                                  int64_t h) {
   const char* mask = static_cast<const char*>(args.mask.data);
-  if (mask) mask += args.mask.offset(b, h, 0) * bytes_of(args.mask_dtype);
+  if (mask) mask += (args.mask.offset(b, h, 0) + seq.first_key * args.mask.dim) * bytes_of(args.mask_dtype);
   const Score<float> score = score_of<float>(args, h);
   const bool plain = args.scale_in_exp();
-  return {score, plain, plain ? score.scale : 1, band.q_offset, mask, args.mask.row, args.mask.dim, args.mask_dtype};
+  return {score, plain,         plain ? score.scale : 1, seq.band.q_offset,
+          mask,  args.mask.row, args.mask.dim,           args.mask_dtype};
 }
 
 // Plain scores: hides the columns outside `visible` of each row.

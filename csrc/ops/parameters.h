@@ -59,9 +59,13 @@ inline void check_lengths(const AttentionParams& p, const AttentionArguments& a)
   for (int64_t b = 0; p.kv_lens && b < p.sequences; b++) {
     int64_t most = p.cu_seqlens_k ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.seqlen_k;
     check(p.kv_lens[b] >= 0 && p.kv_lens[b] <= most, "kv_lens[", b, "]: ", p.kv_lens[b], ", wanted 0 to ", most);
-    if (!p.block_table) continue;
+  }
+  for (int64_t b = 0; p.kv_starts && b < p.sequences; b++)
+    check(p.kv_starts[b] >= 0, "kv_starts[", b, "]: ", p.kv_starts[b], ", wanted at least 0");
+  for (int64_t b = 0; p.block_table && b < p.sequences; b++) {
     const Sequence s = sequence(p, b);
-    const int64_t first = s.band.first(0), end = s.q_len > 0 ? s.band.end(s.q_len - 1) : 0;
+    const int64_t first = s.first_key + s.band.first(0);
+    const int64_t end = s.q_len > 0 ? s.first_key + s.band.end(s.q_len - 1) : 0;
     for (int64_t j = first; j < end; j = (j / p.page_size + 1) * p.page_size) {
       const int64_t i = j / p.page_size, page = p.block_table.advanced(b * p.block_table_row)[i];
       check(page >= 0 && page < p.pages, "block_table[", b, ", ", i, "]: page ", page, ", wanted 0 to ", p.pages - 1);
@@ -75,6 +79,7 @@ class OnHost {
  public:
   OnHost(const AttentionParams& p, const AttentionArguments& a) : p_(p) {
     read(a.kv_lens, p_.kv_lens);
+    read(a.kv_starts, p_.kv_starts);
     read(a.cu_seqlens_q, p_.cu_seqlens_q);
     read(a.cu_seqlens_k, p_.cu_seqlens_k);
     read(a.block_table, p_.block_table);
@@ -155,10 +160,14 @@ inline void set_sequences(AttentionParams& p, const AttentionArguments& a) {
     check(columns <= most, "block_table: ", columns, " columns, wanted at most ", most);
     p.seqlen_k = columns * p.page_size;
   }
-  if (a.kv_lens) {
-    p.kv_lens = int_vector("kv_lens", *a.kv_lens, 1, a.query);
-    check_shape("kv_lens", *a.kv_lens, {p.sequences});
-  }
+  auto per_sequence = [&](const char* argument, const OptionalTensor& x) {
+    if (!x) return IntVector{};
+    IntVector lengths = int_vector(argument, *x, 1, a.query);
+    check_shape(argument, *x, {p.sequences});
+    return lengths;
+  };
+  p.kv_lens = per_sequence("kv_lens", a.kv_lens);
+  p.kv_starts = per_sequence("kv_starts", a.kv_starts);
 }
 
 // A tensor that is broadcast to the scores.
@@ -196,7 +205,6 @@ inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   check(p.split_size > 0, "split_size: ", p.split_size, ", wanted at least 1");
   p.split_size = std::min(p.split_size, max<int64_t>(p.seqlen_k, 1));
 
-  check(!a.kv_starts, "kv_starts: not supported yet, wanted None");
   check(!a.q_lens, "q_lens: not supported yet, wanted None");
   check(a.dropout_p == 0, "dropout_p: ", a.dropout_p, " is not supported, wanted 0");
   if (a.alibi_slopes) p.alibi_slopes = head_vector("alibi_slopes", *a.alibi_slopes, p.heads_q, a.query);

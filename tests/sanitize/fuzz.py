@@ -67,6 +67,7 @@ def attention() -> Arguments:
         a["block_table"] = torch.randint(9, (batch, columns), dtype=random.choice(INDICES))
         keys = page * columns
         a["kv_lens"] = lengths(batch, keys)
+    a["kv_starts"] = maybe(lengths(batch, keys))
     if kind != "varlen":
         scores = (batch, group * heads, rows, keys)
         mask = tensor(tuple(random.choice((1, n)) for n in scores), random.choice((torch.bool, dtype)))

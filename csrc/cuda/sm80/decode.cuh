@@ -187,7 +187,8 @@ template <class T, int kHeadDim> struct DecodeRing {
     if (!args.block_table) return;
     const int key = tile * Shape::kTile + warp_key + lane_id();
     if (block.first <= key && key < last) {
-      const uint32_t j = static_cast<uint32_t>(block.j0 + key), page_size = static_cast<uint32_t>(args.page_size);
+      const uint32_t j = static_cast<uint32_t>(block.seq.first_key + block.j0 + key),
+                     page_size = static_cast<uint32_t>(args.page_size);
       page = static_cast<uint32_t>(args.block_table.advanced(block.b * args.block_table_row)[j / page_size]);
       page_row = j % page_size;
     }
@@ -227,8 +228,8 @@ __device__ __forceinline__ void make_scores(Fragment<1, kColumns>& s, const Deco
   if (plain) {
     hide(s, visible);
   } else {
-    const HeadScores heads[] = {head_scores(args, band, block.b, rows[0].h),
-                                head_scores(args, band, block.b, rows[1].h)};
+    const HeadScores heads[] = {head_scores(args, block.seq, block.b, rows[0].h),
+                                head_scores(args, block.seq, block.b, rows[1].h)};
     products_to_scores(s, visible, [&](float x, int, int h, int column) {
       return heads[h].at(heads[h].score.content(x), rows[h].i, j0 + column);
     });
@@ -328,7 +329,7 @@ __device__ __forceinline__ bool finished_early(const DecodeParams& params, Decod
       write_nan_results<T>(args, seq.q_batch, h, seq.q_row, seq.q_len);
     return true;
   }
-  const bool readable = pages_exist(args, block.b, block.j0 + block.first, block.j0 + block.last);
+  const bool readable = pages_exist(args, seq, block.b, block.j0 + block.first, block.j0 + block.last);
   last = readable ? block.last : 0;
   if (last == 0 && readable && splits.count > 1 && !(args.sinks.data && block.split == 0)) {
     for (uint32_t n = threadIdx.x; n < rows; n += blockDim.x) {
