@@ -54,6 +54,7 @@ struct AttentionParams {
   int64_t seqlen_q, seqlen_k;  // of a sequence: in varlen of the longest, in paged what the block table can hold
   int64_t rows_q;              // of query, out and lse
   int64_t rows_k;              // of key and value
+  IntVector q_lens;            // [sequences], absent: seqlen_q. Not in varlen
   IntVector kv_lens;           // [sequences], absent: seqlen_k
   IntVector kv_starts;         // [sequences], absent: 0
   IntVector cu_seqlens_q, cu_seqlens_k;  // [sequences + 1], varlen only
@@ -112,11 +113,18 @@ FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
       s.q_len = min(max(end, s.q_row), p.rows_q) - s.q_row;
     }
   }
+  if (p.q_lens) {
+    s.q_len = p.q_lens[b];
+    s.valid = 0 <= s.q_len && s.q_len <= p.seqlen_q;
+  }
   const int64_t most = p.cu_seqlens_k ? k_len : p.seqlen_k;
   if (p.kv_lens) k_len = p.kv_lens[b];
   const int64_t first_key = p.kv_starts ? p.kv_starts[b] : 0;
   s.valid = s.valid && 0 <= k_len && k_len <= most && most <= p.seqlen_k && 0 <= first_key;
-  if (!s.valid) k_len = 0;
+  if (!s.valid) {
+    k_len = 0;
+    if (p.q_lens) s.q_len = p.seqlen_q;
+  }
   s.first_key = min(max<int64_t>(first_key, 0), k_len);
   s.k_row += s.first_key;
   const int64_t q_offset = p.has_q_offset ? p.q_offset : k_len - s.q_len;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -22,6 +23,7 @@ def attention(
     attn_mask: Tensor | None = None,
     *,
     kv_lens: Tensor | None = None,
+    q_lens: Tensor | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -33,6 +35,7 @@ def attention(
     attn_mask: Tensor | None = None,
     *,
     kv_lens: Tensor | None = None,
+    q_lens: Tensor | None = None,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -44,6 +47,7 @@ def attention(
     attn_mask: Tensor | None = None,
     *,
     kv_lens: Tensor | None = None,
+    q_lens: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -60,6 +64,8 @@ def attention(
         attn_mask: broadcastable to [B, Hq, Sq, Sk]. Boolean: True lets attend. Floating: added to the scores; -inf
             hides. Or a ``torch.nn.attention.bias.CausalBias``, which costs no memory.
         kv_lens: [B], int32 or int64: keys and values from kv_lens[b] on are not read.
+        q_lens: [B], int32 or int64: queries from q_lens[b] on are padding. They are not read; their output is 0, their
+            lse -inf and their gradient 0. A right-padded batch is ``q_lens=lens, kv_lens=lens``.
         causal: hide the keys after the query: j > i + q_offset.
         window: (left, right): hide j < i + q_offset - left and j > i + q_offset + right. None is no bound, 0 is one: a
             window of (left, 0) sees left + 1 keys, the query's own included.
@@ -68,8 +74,8 @@ def attention(
         alibi_slopes: [Hq]: adds ``-slope * abs(i + q_offset - j)`` (Press et al., 2022, arXiv:2108.12409). No gradient.
         sinks: [Hq]: the score of one more key per head, whose value is 0 (after Xiao et al., 2023, arXiv:2309.17453).
             It counts in lse.
-        q_offset: position of query 0 among the keys; kv_len - Sq if omitted, which aligns the last query with the last
-            key.
+        q_offset: position of query 0 among the keys; kv_len - q_len if omitted, which aligns the last query with the
+            last key (q_len is Sq without q_lens).
         kv_starts: [B], int32 or int64: keys and values before kv_starts[b], such as left padding, are hidden and not
             read. Positions do not change. The result is bitwise that of the keys from kv_starts[b] on alone. A sequence
             with kv_starts[b] >= kv_len sees no key.
@@ -87,10 +93,11 @@ def attention(
         fit.
     """
     _check_tensors(query=query, key=key, value=value)
-    _check_optional_tensors(attn_mask=attn_mask, kv_lens=kv_lens, kv_starts=options.get("kv_starts"))
+    _check_optional_tensors(attn_mask=attn_mask, kv_lens=kv_lens, kv_starts=options.get("kv_starts"), q_lens=q_lens)
+    _warn_of_alignment(query, kv_lens, q_lens, options)
     if query.is_nested or key.is_nested or value.is_nested:
         packed = nested.pack(query, key, value, attn_mask)
-        out, lse = _attend(*packed.operands, complete(query, options), kv_lens=kv_lens, **packed.lengths)
+        out, lse = _attend(*packed.operands, complete(query, options), kv_lens=kv_lens, q_lens=q_lens, **packed.lengths)
         out, lse = packed.unpack(out), packed.unpack(lse)
         return (out, lse) if return_lse else out
     if query.dim() == 4 and key.dim() == 4:
@@ -99,7 +106,7 @@ def attention(
             attn_mask, options = _causal_bias(attn_mask, shape, options)
         attn_mask = _mask_of_scores(attn_mask, shape)
     masks = _by_kind(query, attn_mask)
-    out, lse = _attend(query, key, value, complete(query, options), **masks, kv_lens=kv_lens)
+    out, lse = _attend(query, key, value, complete(query, options), **masks, kv_lens=kv_lens, q_lens=q_lens)
     return (out, lse) if return_lse else out
 
 
@@ -202,6 +209,7 @@ def attention_paged(
     kv_lens: Tensor,
     attn_mask: Tensor | None = None,
     *,
+    q_lens: Tensor | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -214,6 +222,7 @@ def attention_paged(
     kv_lens: Tensor,
     attn_mask: Tensor | None = None,
     *,
+    q_lens: Tensor | None = None,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -226,6 +235,7 @@ def attention_paged(
     kv_lens: Tensor,
     attn_mask: Tensor | None = None,
     *,
+    q_lens: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -242,6 +252,7 @@ def attention_paged(
             window, may hold anything.
         kv_lens: [B], int32 or int64: keys of each sequence.
         attn_mask: broadcastable to [B, Hq, Sq, n * page_size].
+        q_lens: [B], as in :func:`attention`.
         return_lse: return (out, lse).
 
     Returns:
@@ -252,7 +263,8 @@ def attention_paged(
         not fit.
     """
     _check_tensors(query=query, key_pages=key_pages, value_pages=value_pages, block_table=block_table, kv_lens=kv_lens)
-    _check_optional_tensors(attn_mask=attn_mask, kv_starts=options.get("kv_starts"))
+    _check_optional_tensors(attn_mask=attn_mask, kv_starts=options.get("kv_starts"), q_lens=q_lens)
+    _warn_of_alignment(query, kv_lens, q_lens, options)
     for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
         if x.dim() != 4:
             raise ValueError(f"{name}: {x.dim()} dimensions, wanted 4: [pages, page_size, heads, head_dim]")
@@ -266,6 +278,7 @@ def attention_paged(
         complete(query, options),
         **_by_kind(query, attn_mask),
         kv_lens=kv_lens,
+        q_lens=q_lens,
         block_table=block_table,
     )
     return (out, lse) if return_lse else out
@@ -354,6 +367,26 @@ def _by_kind(query: Tensor, attn_mask: Tensor | None) -> dict[str, Tensor]:
         dtype = str(attn_mask.dtype).removeprefix("torch.")
         raise ValueError(f"attn_mask: dtype {dtype}, wanted bool or a floating dtype")
     return {"attn_mask" if attn_mask.dtype == torch.bool else "attn_bias": attn_mask}
+
+
+def _warn_of_alignment(query: Tensor, kv_lens: Tensor | None, q_lens: Tensor | None, options: Options) -> None:
+    """Warns of a band over fewer keys than queries: its alignment to the last key is seldom meant.
+
+    Only where the lengths can be read at once.
+    """
+    is_banded = options.get("causal") is True or options.get("window") is not None
+    if kv_lens is None or q_lens is not None or options.get("q_offset") is not None or not is_banded:
+        return
+    is_readable = type(kv_lens) is Tensor and kv_lens.is_cpu and type(query) is Tensor and query.dim() == 4
+    if torch.compiler.is_compiling() or not is_readable or torch._C._functorch.is_functorch_wrapped_tensor(kv_lens):
+        return
+    rows = query.size(2)
+    if rows > 1 and ((kv_lens > 0) & (kv_lens < rows)).any():
+        warnings.warn(
+            "kv_lens: a sequence has fewer keys than queries, and causal and window align its last query with its "
+            "last key. If the queries are padded too, pass q_lens; if query 0 is at key 0, pass q_offset=0.",
+            stacklevel=4,
+        )
 
 
 def _is_placeholder(x: Tensor) -> bool:

@@ -131,7 +131,8 @@ def _check_attention(values: dict[str, Any]) -> None:
             most = 2**60 // max(page_size, 1)
             _check(columns <= most, f"block_table: {columns} columns, wanted at most {most}")
         keys = columns * page_size
-    for name in ("kv_lens", "kv_starts"):
+    _check(not (varlen and values["q_lens"] is not None), "q_lens: given together with cu_seqlens, wanted without")
+    for name in ("q_lens", "kv_lens", "kv_starts"):
         if values[name] is not None:
             _check_lengths(name, values[name], 1, query)
             _check_shape(name, values[name], (sequences,))

@@ -65,6 +65,7 @@ class Case:
     q_offset: int | None = None
     kv_lens: tuple[int, ...] | None = None  # what lies beyond is NaN
     kv_starts: tuple[int, ...] | None = None  # what lies before is NaN
+    q_lens: tuple[int, ...] | None = None  # what lies beyond is NaN
     split_size: int | None = None
     layout: str = "contiguous"  # of query, key and value; see LAYOUTS
     scores: str = "random"  # see SCORES
@@ -91,6 +92,10 @@ class Case:
             tensors["kv_lens"] = torch.tensor(self.kv_lens)
         if self.kv_starts:
             tensors["kv_starts"] = torch.tensor(self.kv_starts)
+        if self.q_lens:
+            tensors["q_lens"] = torch.tensor(self.q_lens)
+            for sequence, length in zip(query, self.q_lens, strict=True):
+                sequence[:, length:] = NAN
         for b, (start, end) in enumerate(self.filled()):
             padded = [key, value]
             if is_real(mask := tensors.get("attn_mask")) and mask.dim() == 4 and mask.shape[0] == self.batch:
@@ -222,6 +227,22 @@ CASES = [
     Case("starts-mask-float-alibi", batch=2, mask="float", alibi=True, kv_starts=(9, 40), kv_lens=(70, 66)),
     Case("starts-mask-float-2d", batch=3, rows=70, keys=300, dim=16, mask="float-2d", kv_starts=(0, 129, 40)),
     Case("starts-mask-float-keys", batch=2, rows=20, keys=200, dim=16, mask="float-keys", kv_starts=(100, 3)),
+    Case("query-lengths", batch=4, heads=(4, 2), rows=70, q_lens=(0, 1, 65, 70), sinks=True),
+    Case("right-padded", batch=4, rows=70, keys=70, causal=True, q_lens=(0, 5, 66, 70), kv_lens=(0, 5, 66, 70)),
+    Case(
+        "query-lengths-cache",
+        batch=3,
+        heads=(4, 2),
+        rows=40,
+        keys=200,
+        dim=16,
+        window=(60, 0),
+        alibi=True,
+        q_lens=(40, 17, 3),
+        kv_lens=(200, 90, 60),
+        kv_starts=(0, 70, 9),
+    ),
+    Case("query-lengths-mask", batch=2, rows=40, mask="float", q_lens=(33, 7), sinks=True),
     # Masks.
     Case("mask-bool", batch=2, mask="bool"),
     Case("mask-bool-2d", batch=2, rows=130, keys=140, dim=16, mask="bool-2d"),
@@ -294,6 +315,7 @@ CASES = [
         kv_lens=(2100, 1500, 2100, 7),
         split_size=256,
     ),
+    Case("decode-query-lengths", batch=4, rows=5, keys=600, dim=8, causal=True, q_lens=(0, 1, 3, 5), split_size=128),
     Case("decode-starts-mask", batch=2, rows=2, keys=600, dim=8, mask="float", kv_starts=(300, 5), split_size=128),
     Case("decode-sinks", heads=(6, 3), rows=2, keys=2100, dim=16, sinks=True, split_size=1024),
     Case("decode-alibi-softcap", heads=(4, 2), rows=3, keys=1100, alibi=True, softcap=3.0, split_size=64),

@@ -23,15 +23,17 @@ def scores(
     q_offset: int | None = None,
     kv_lens: Tensor | None = None,
     kv_starts: Tensor | None = None,
+    q_lens: Tensor | None = None,
     reordered: bool = False,
 ) -> Tensor:
     """[batch, heads, rows, keys + 1]. The last key is the sink, of score -inf where there is none."""
     (batch, heads, rows, dim), keys, device = query.shape, key.shape[2], query.device
     lengths = torch.full((batch,), keys) if kv_lens is None else kv_lens
     lengths = lengths.to(device).view(batch, 1, 1, 1)
+    used = (torch.full((batch,), rows) if q_lens is None else q_lens).to(device).view(batch, 1, 1, 1)
     starts = (torch.zeros(batch) if kv_starts is None else kv_starts).to(device).view(batch, 1, 1, 1)
     i, j = torch.arange(rows, device=device)[:, None], torch.arange(keys, device=device)
-    distance = i + (lengths - rows if q_offset is None else q_offset) - j
+    distance = i + (lengths - used if q_offset is None else q_offset) - j
     left, right = window or (None, None)
     right = 0 if causal else right
     visible = (starts <= j) & (j < lengths)
@@ -40,6 +42,7 @@ def scores(
     if right is not None:
         visible = visible & (distance >= -right)
 
+    query = query.masked_fill(i >= used, 0)  # not read
     k = per_query_head(query, key, kv_lens, kv_starts).mT
     s = sum(query[..., d, None] * k[..., None, d, :] for d in range(dim)) if reordered else query @ k
     s = s * (max(dim, 1) ** -0.5 if scale is None else scale)
@@ -53,7 +56,8 @@ def scores(
         s = s + attn_mask.to(s)
     s = s.masked_fill(~visible, -torch.inf)
     sink = torch.full((heads,), -torch.inf) if sinks is None else sinks
-    return torch.cat([s, sink.to(s).view(-1, 1, 1).expand(batch, heads, rows, 1)], -1)
+    s = torch.cat([s, sink.to(s).view(-1, 1, 1).expand(batch, heads, rows, 1)], -1)
+    return s.masked_fill(i >= used, -torch.inf)
 
 
 def per_query_head(query: Tensor, x: Tensor, kv_lens: Tensor | None, kv_starts: Tensor | None) -> Tensor:

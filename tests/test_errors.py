@@ -29,7 +29,9 @@ def refused(call, valid, change, name, *words):
         on_meta(call, valid | change, message)
 
 
-VALUES = r"(kv_lens|kv_starts|cu_seqlens_[qk]|block_table)(\[|: ends)|max_seqlen_[qk]: \d+, wanted at least [1-9]"
+VALUES = (
+    r"(q_lens|kv_lens|kv_starts|cu_seqlens_[qk]|block_table)(\[|: ends)|max_seqlen_[qk]: \d+, wanted at least [1-9]"
+)
 
 
 def on_meta(call, arguments, message):
@@ -135,6 +137,11 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"kv_lens": torch.tensor([7.0, 7.0])}, "kv_lens", "float32", "int32"),
     ({"kv_lens": integers(7, 8)}, "kv_lens", "8", "7"),
     ({"kv_lens": integers(-1, 7)}, "kv_lens", "-1"),
+    ({"q_lens": [5, 5]}, "q_lens", "list"),
+    ({"q_lens": integers(5)}, "q_lens", "1", "2"),
+    ({"q_lens": torch.tensor([5.0, 5.0])}, "q_lens", "float32", "int32"),
+    ({"q_lens": integers(5, 6)}, "q_lens", "6", "5"),
+    ({"q_lens": integers(-1, 5)}, "q_lens", "-1", "0"),
     ({"kv_starts": [0, 0]}, "kv_starts", "list"),
     ({"kv_starts": integers(0)}, "kv_starts", "1", "2"),
     ({"kv_starts": torch.tensor([0.0, 0.0])}, "kv_starts", "float32", "int32"),
@@ -316,6 +323,7 @@ KINDS = {
         sinks=rand(4),
         kv_lens=integers(9, 3),
         kv_starts=integers(2, 0),
+        q_lens=integers(5, 3),
     ),
     "varlen": lambda: operators.attention("varlen", kv_lens=integers(4, 3)),
     "paged": lambda: operators.attention("paged", attn_bias=rand(2, 4, 5, 9)),
@@ -394,6 +402,7 @@ class TestOperators:
             ("varlen", "max_seqlen_q", 4),
             ("varlen", "max_seqlen_k", 4),
             ("varlen", "kv_lens", integers(4, 6)),
+            ("varlen", "q_lens", integers(5, 4)),
             ("varlen", "query", rand(2, 4, 9, 8)),
             ("varlen", "attn_mask", rand(1, 4, 9, 9) > 0),
             ("varlen", "attn_bias", rand(1, 4, 9, 9)),

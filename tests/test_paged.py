@@ -91,6 +91,7 @@ PAGES = [
     ),
     pages("mask-float", 16, (60, 33), rows=2, mask="float-hides"),
     pages("starts", 7, (90, 41, 30), rows=3, kv_starts=(20, 41, 1), causal=True, split_size=16),
+    pages("query-lengths", 7, (90, 41, 30), rows=3, q_lens=(3, 1, 0), causal=True, split_size=16),
     pages("starts-splits", 64, (2300, 1100), rows=1, dim=16, kv_starts=(1030, 5), split_size=1024),
     pages("tiled", 16, (70, 3, 40), rows=20, causal=True),
     pages("tiled", 3, (70, 71), rows=40, window=(30, 5)),
@@ -110,6 +111,7 @@ PAGES = [
         q_offset=40,
     ),
     pages("tiled-mask", 16, (60, 33), rows=20, mask="bool"),
+    pages("tiled-query-lengths", 7, (90, 41, 30), rows=40, q_lens=(1, 17, 40), causal=True),
     pages("tiled-starts", 7, (150, 80), rows=40, mask="bool", kv_starts=(71, 6), window=(50, None)),
 ]
 EACH = pytest.mark.parametrize("pages", PAGES, ids=lambda pages: pages.id)

@@ -44,12 +44,12 @@ bounds = st.none() | st.integers(0, 60)
 def cases(draw):
     group, key_heads = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     batch = draw(st.integers(1, 3))
-    keys = draw(st.integers(1, 150))
+    keys, rows = draw(st.integers(1, 150)), draw(st.integers(1, 80))
     return Case(
         "",
         batch=batch,
         heads=(group * key_heads, key_heads),
-        rows=draw(st.integers(1, 80)),
+        rows=rows,
         keys=keys,
         dim=draw(st.integers(1, 40)),
         value_dim=draw(st.integers(1, 40)),
@@ -62,6 +62,7 @@ def cases(draw):
         mask=draw(st.none() | st.sampled_from(sorted(MASKS))),
         q_offset=draw(st.none() | st.integers(-100, 200)),
         kv_lens=draw(st.none() | st.tuples(*[st.integers(0, keys)] * batch)),
+        q_lens=draw(st.none() | st.tuples(*[st.integers(0, rows)] * batch)),
         kv_starts=draw(st.none() | st.tuples(*[st.integers(0, keys + 5)] * batch)),
         split_size=draw(st.none() | st.integers(1, 200)),
         layout=draw(st.sampled_from(sorted(LAYOUTS))),

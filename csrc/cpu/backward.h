@@ -402,6 +402,7 @@ template <class T> class Backward {
     double sum = 0;
     for (int64_t b = 0; b < p.batch(); b++)
       for (int64_t i = 0; i < p.rows_q; i++) {
+        if (is_empty(*at<A>(p.lse, b, h, i))) continue;  // no query, by q_lens
         const A weight = weight_from_lse(p.sinks.at<A>(h), *at<A>(p.lse, b, h, i), error_of_lse(b, h, i));
         sum -= weight * all.delta[(b * p.heads_q + h) * p.rows_q + i];
       }

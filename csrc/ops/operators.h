@@ -42,14 +42,15 @@ template <class Device> struct Operators {
          kv_starts,   q_lens,       cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale,       softcap,
          window_left, window_right, q_offset,     block_table,  split_size,   dropout_p,    dropout_seed},
         reads_lengths);
-    const bool unread = !reads_lengths && cu_seqlens_q;  // there may be rows after the last sequence
-    Tensor out = empty_like_layout(query, p.head_dim_v, unread);
+    // Rows that no sequence has are not written: those after the last sequence, or beyond q_lens.
+    const bool some_unwritten = q_lens || (!reads_lengths && cu_seqlens_q);
+    Tensor out = empty_like_layout(query, p.head_dim_v, some_unwritten);
     auto statistics = [&] {
       return torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, statistics_type(query));
     };
     Tensor lse = statistics(), lse_error = statistics();
-    if (unread) torch::stable::fill_(lse, kHidden);
-    if (unread) torch::stable::zero_(lse_error);
+    if (some_unwritten) torch::stable::fill_(lse, kHidden);
+    if (some_unwritten) torch::stable::zero_(lse_error);
     p.out = view(out);
     p.lse = view(lse);
     p.lse_error = view(lse_error);
@@ -86,8 +87,8 @@ template <class Device> struct Operators {
     if (grad_lse) check_like("grad_lse", *grad_lse, rows, lse);
     check(!bias_grad || attn_bias, "bias_grad: True without attn_bias, wanted False");
 
-    const bool unread = !reads_lengths && cu_seqlens_q;
-    Tensor grad_query = empty_like_layout(query, p.head_dim, unread);
+    const bool some_unwritten = q_lens || (!reads_lengths && cu_seqlens_q);
+    Tensor grad_query = empty_like_layout(query, p.head_dim, some_unwritten);
     Tensor grad_key = empty_like_layout(key, p.head_dim, /*zero=*/true);
     Tensor grad_value = empty_like_layout(value, p.head_dim_v, /*zero=*/true);
     std::vector<int64_t> bias_shape{0};

@@ -56,6 +56,9 @@ inline void check_lengths(const AttentionParams& p, const AttentionArguments& a)
     check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.sequences, p.rows_q, "max_seqlen_q", a.max_seqlen_q);
     check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_k, p.sequences, p.rows_k, "max_seqlen_k", a.max_seqlen_k);
   }
+  for (int64_t b = 0; p.q_lens && b < p.sequences; b++)
+    check(p.q_lens[b] >= 0 && p.q_lens[b] <= p.seqlen_q, "q_lens[", b, "]: ", p.q_lens[b], ", wanted 0 to ",
+          p.seqlen_q);
   for (int64_t b = 0; p.kv_lens && b < p.sequences; b++) {
     int64_t most = p.cu_seqlens_k ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.seqlen_k;
     check(p.kv_lens[b] >= 0 && p.kv_lens[b] <= most, "kv_lens[", b, "]: ", p.kv_lens[b], ", wanted 0 to ", most);
@@ -78,6 +81,7 @@ inline void check_lengths(const AttentionParams& p, const AttentionArguments& a)
 class OnHost {
  public:
   OnHost(const AttentionParams& p, const AttentionArguments& a) : p_(p) {
+    read(a.q_lens, p_.q_lens);
     read(a.kv_lens, p_.kv_lens);
     read(a.kv_starts, p_.kv_starts);
     read(a.cu_seqlens_q, p_.cu_seqlens_q);
@@ -166,6 +170,8 @@ inline void set_sequences(AttentionParams& p, const AttentionArguments& a) {
     check_shape(argument, *x, {p.sequences});
     return lengths;
   };
+  check(!(varlen && a.q_lens), "q_lens: given together with cu_seqlens, wanted without");
+  p.q_lens = per_sequence("q_lens", a.q_lens);
   p.kv_lens = per_sequence("kv_lens", a.kv_lens);
   p.kv_starts = per_sequence("kv_starts", a.kv_starts);
 }
@@ -205,7 +211,6 @@ inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   check(p.split_size > 0, "split_size: ", p.split_size, ", wanted at least 1");
   p.split_size = std::min(p.split_size, max<int64_t>(p.seqlen_k, 1));
 
-  check(!a.q_lens, "q_lens: not supported yet, wanted None");
   check(a.dropout_p == 0, "dropout_p: ", a.dropout_p, " is not supported, wanted 0");
   if (a.alibi_slopes) p.alibi_slopes = head_vector("alibi_slopes", *a.alibi_slopes, p.heads_q, a.query);
   if (a.sinks) p.sinks = head_vector("sinks", *a.sinks, p.heads_q, a.query);

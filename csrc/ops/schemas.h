@@ -21,7 +21,7 @@ inline const std::string kCommonArguments =
     "Tensor? sinks, "         // [Hq]
     "Tensor? kv_lens, "       // [B], or one per sequence
     "Tensor? kv_starts, "     // likewise
-    "Tensor? q_lens, "        // [B]
+    "Tensor? q_lens, "        // [B], not in varlen
     "Tensor? cu_seqlens_q, "  // [sequences + 1]
     "Tensor? cu_seqlens_k, "
     "SymInt max_seqlen_q, "

@@ -69,6 +69,7 @@ def attention() -> Arguments:
         a["kv_lens"] = lengths(batch, keys)
     a["kv_starts"] = maybe(lengths(batch, keys))
     if kind != "varlen":
+        a["q_lens"] = maybe(lengths(batch, rows))
         scores = (batch, group * heads, rows, keys)
         mask = tensor(tuple(random.choice((1, n)) for n in scores), random.choice((torch.bool, dtype)))
         a["attn_mask" if mask.dtype == torch.bool else "attn_bias"] = maybe(mask.expand(scores))
