@@ -66,15 +66,19 @@ struct AttentionParams {
   bool has_q_offset;
   int64_t q_offset;
   HeadVector alibi_slopes, sinks;
-  Tensor4 mask;  // broadcast by strides of 0; dim is the key. Absent where data is null
-  DType mask_dtype;
+  // Broadcast by strides of 0; dim is the key. Absent where data is null
+  Tensor4 mask;  // bool
+  Tensor4 bias;
+  DType bias_dtype;
   int64_t split_size;  // keys per split
 
   FLASHSOFTMAX_INLINE int64_t group() const { return heads_q / heads_kv; }
   FLASHSOFTMAX_INLINE int64_t batch() const { return cu_seqlens_q ? 1 : sequences; }  // of query, out and lse
 
-  // Whether every score is scale * q.k: no softcap, ALiBi or mask. Any other score feature belongs here too.
-  FLASHSOFTMAX_INLINE bool plain_scores() const { return softcap == 0 && !alibi_slopes.data && !mask.data; }
+  // Whether scores or their visibility are looked up per element.
+  FLASHSOFTMAX_INLINE bool has_mask() const { return mask.data || bias.data; }
+  // Whether every score is scale * q.k: no softcap, ALiBi, bias or mask. Any other score feature belongs here too.
+  FLASHSOFTMAX_INLINE bool plain_scores() const { return softcap == 0 && !alibi_slopes.data && !has_mask(); }
   // Whether a kernel may take q.k for the score and leave the scale to the exponential: m is then in units of scale. A
   // scale this large or small, or not positive, is multiplied into every score instead.
   FLASHSOFTMAX_INLINE bool scale_in_exp() const { return plain_scores() && scale > 1e-30 && scale < 1e30; }
@@ -89,7 +93,7 @@ template <class A> FLASHSOFTMAX_INLINE Score<A> score_of(const AttentionParams& 
 // filled, so the kernels never meet those before it.
 struct Sequence {
   int64_t q_batch, q_row, q_len, k_batch, k_row;
-  int64_t first_key;  // key 0 is key first_key of the mask and of the pages
+  int64_t first_key;  // key 0 is key first_key of mask, bias and pages
   Band band;
   // False if the lengths are impossible. The kernels check this because lengths in GPU memory are not checked earlier.
   // An invalid sequence has output NaN in its existing rows, and none of its keys is read.
@@ -137,7 +141,7 @@ struct AttentionBackwardParams {
   Tensor4 grad_out;  // absent where data is null
   Tensor4 grad_lse;  // [batch, heads_q, rows], float (double for f64); absent where data is null
   Tensor4 grad_query, grad_key, grad_value;
-  Tensor4 grad_mask;  // [batch, heads_q, rows, keys], float (double for f64), zeroed; absent where data is null
+  Tensor4 grad_bias;  // [batch, heads_q, rows, keys], float (double for f64), zeroed; absent where data is null
   void* grad_sinks;   // [heads_q], float (double for f64); may be null
 };
 

@@ -23,6 +23,7 @@ def attention(
     attn_mask: Tensor | None = None,
     *,
     kv_lens: Tensor | None = None,
+    attn_bias: Tensor | None = None,
     q_lens: Tensor | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[Options],
@@ -35,6 +36,7 @@ def attention(
     attn_mask: Tensor | None = None,
     *,
     kv_lens: Tensor | None = None,
+    attn_bias: Tensor | None = None,
     q_lens: Tensor | None = None,
     return_lse: Literal[True],
     **options: Unpack[Options],
@@ -47,13 +49,14 @@ def attention(
     attn_mask: Tensor | None = None,
     *,
     kv_lens: Tensor | None = None,
+    attn_bias: Tensor | None = None,
     q_lens: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of each query over the keys that it sees.
 
-    The score of query i and key j is ``scale * q_i . k_j``; softcap, ALiBi and a float mask are applied in this order.
+    The score of query i and key j is ``scale * q_i . k_j``; softcap, ALiBi and the bias are applied in this order.
     Hidden keys have weight 0. A query that sees no key has output 0, lse -inf (with a sink: the sink) and gradients 0.
 
     Args:
@@ -64,6 +67,9 @@ def attention(
         attn_mask: broadcastable to [B, Hq, Sq, Sk]. Boolean: True lets attend. Floating: added to the scores; -inf
             hides. Or a ``torch.nn.attention.bias.CausalBias``, which costs no memory.
         kv_lens: [B], int32 or int64: keys and values from kv_lens[b] on are not read.
+        attn_bias: floating, broadcastable to [B, Hq, Sq, Sk], beside a bool attn_mask (or none): added to the scores,
+            and -inf hides. Each keeps its own broadcast axes, so a bias [1, Hq, Sq, Sk] and a mask [B, 1, 1, Sk] are
+            not expanded. A float attn_mask is such a bias itself: pass that or attn_bias, not both.
         q_lens: [B], int32 or int64: queries from q_lens[b] on are padding. They are not read; their output is 0, their
             lse -inf and their gradient 0. A right-padded batch is ``q_lens=lens, kv_lens=lens``.
         causal: hide the keys after the query: j > i + q_offset.
@@ -93,10 +99,16 @@ def attention(
         fit.
     """
     _check_tensors(query=query, key=key, value=value)
-    _check_optional_tensors(attn_mask=attn_mask, kv_lens=kv_lens, kv_starts=options.get("kv_starts"), q_lens=q_lens)
+    _check_optional_tensors(
+        attn_mask=attn_mask,
+        attn_bias=attn_bias,
+        kv_lens=kv_lens,
+        kv_starts=options.get("kv_starts"),
+        q_lens=q_lens,
+    )
     _warn_of_alignment(query, kv_lens, q_lens, options)
     if query.is_nested or key.is_nested or value.is_nested:
-        packed = nested.pack(query, key, value, attn_mask)
+        packed = nested.pack(query, key, value, attn_mask=attn_mask, attn_bias=attn_bias)
         out, lse = _attend(*packed.operands, complete(query, options), kv_lens=kv_lens, q_lens=q_lens, **packed.lengths)
         out, lse = packed.unpack(out), packed.unpack(lse)
         return (out, lse) if return_lse else out
@@ -104,8 +116,9 @@ def attention(
         shape = query.size(0), query.size(1), query.size(2), key.size(2)
         if isinstance(attn_mask, CausalBias):
             attn_mask, options = _causal_bias(attn_mask, shape, options)
-        attn_mask = _mask_of_scores(attn_mask, shape)
-    masks = _by_kind(query, attn_mask)
+        attn_mask = _broadcastable("attn_mask", attn_mask, shape)
+        attn_bias = _broadcastable("attn_bias", attn_bias, shape)
+    masks = _by_kind(query, attn_mask, attn_bias)
     out, lse = _attend(query, key, value, complete(query, options), **masks, kv_lens=kv_lens, q_lens=q_lens)
     return (out, lse) if return_lse else out
 
@@ -209,6 +222,7 @@ def attention_paged(
     kv_lens: Tensor,
     attn_mask: Tensor | None = None,
     *,
+    attn_bias: Tensor | None = None,
     q_lens: Tensor | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[Options],
@@ -222,6 +236,7 @@ def attention_paged(
     kv_lens: Tensor,
     attn_mask: Tensor | None = None,
     *,
+    attn_bias: Tensor | None = None,
     q_lens: Tensor | None = None,
     return_lse: Literal[True],
     **options: Unpack[Options],
@@ -235,6 +250,7 @@ def attention_paged(
     kv_lens: Tensor,
     attn_mask: Tensor | None = None,
     *,
+    attn_bias: Tensor | None = None,
     q_lens: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
@@ -252,6 +268,7 @@ def attention_paged(
             window, may hold anything.
         kv_lens: [B], int32 or int64: keys of each sequence.
         attn_mask: broadcastable to [B, Hq, Sq, n * page_size].
+        attn_bias: likewise, floating, beside a bool attn_mask.
         q_lens: [B], as in :func:`attention`.
         return_lse: return (out, lse).
 
@@ -263,20 +280,23 @@ def attention_paged(
         not fit.
     """
     _check_tensors(query=query, key_pages=key_pages, value_pages=value_pages, block_table=block_table, kv_lens=kv_lens)
-    _check_optional_tensors(attn_mask=attn_mask, kv_starts=options.get("kv_starts"), q_lens=q_lens)
+    kv_starts = options.get("kv_starts")
+    _check_optional_tensors(attn_mask=attn_mask, attn_bias=attn_bias, kv_starts=kv_starts, q_lens=q_lens)
     _warn_of_alignment(query, kv_lens, q_lens, options)
     for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
         if x.dim() != 4:
             raise ValueError(f"{name}: {x.dim()} dimensions, wanted 4: [pages, page_size, heads, head_dim]")
     if query.dim() == 4 and block_table.dim() == 2:
         keys = block_table.size(1) * key_pages.size(1)
-        attn_mask = _mask_of_scores(attn_mask, (query.size(0), query.size(1), query.size(2), keys))
+        shape = query.size(0), query.size(1), query.size(2), keys
+        attn_mask = _broadcastable("attn_mask", attn_mask, shape)
+        attn_bias = _broadcastable("attn_bias", attn_bias, shape)
     out, lse = _attend(
         query,
         key_pages.transpose(1, 2),
         value_pages.transpose(1, 2),
         complete(query, options),
-        **_by_kind(query, attn_mask),
+        **_by_kind(query, attn_mask, attn_bias),
         kv_lens=kv_lens,
         q_lens=q_lens,
         block_table=block_table,
@@ -343,30 +363,38 @@ def _causal_bias(bias: CausalBias, shape: tuple[int, ...], options: Options) -> 
     return visible, options
 
 
-def _mask_of_scores(attn_mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
-    if attn_mask is None:
+def _broadcastable(name: str, x: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
+    """A mask or a bias, with 4 dimensions."""
+    if x is None:
         return None
-    if _is_placeholder(attn_mask):
-        raise TypeError(f"attn_mask: {type(attn_mask).__name__}, wanted a Tensor whose memory holds the mask")
-    fits = attn_mask.dim() <= 4 and all(
-        have in (1, want) for have, want in zip(reversed(attn_mask.shape), reversed(shape), strict=False)
+    if _is_placeholder(x):
+        raise TypeError(f"{name}: {type(x).__name__}, wanted a Tensor whose memory holds the mask")
+    fits = x.dim() <= 4 and all(
+        have in (1, want) for have, want in zip(reversed(x.shape), reversed(shape), strict=False)
     )
     if not fits:
-        raise ValueError(f"attn_mask: shape {list(attn_mask.shape)}, wanted one broadcastable to {list(shape)}")
-    return attn_mask[(None,) * (4 - attn_mask.dim())]
+        raise ValueError(f"{name}: shape {list(x.shape)}, wanted one broadcastable to {list(shape)}")
+    return x[(None,) * (4 - x.dim())]
 
 
-def _by_kind(query: Tensor, attn_mask: Tensor | None) -> dict[str, Tensor]:
-    """The operator's arguments: a bool mask is its attn_mask, a float mask its attn_bias."""
-    if attn_mask is None:
-        return {}
-    if attn_mask.device != query.device:
-        wanted = f"wanted that of the other tensors, {query.device}"
-        raise ValueError(f"attn_mask: device {attn_mask.device}, {wanted}")
-    if attn_mask.dtype not in (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        dtype = str(attn_mask.dtype).removeprefix("torch.")
-        raise ValueError(f"attn_mask: dtype {dtype}, wanted bool or a floating dtype")
-    return {"attn_mask" if attn_mask.dtype == torch.bool else "attn_bias": attn_mask}
+def _by_kind(query: Tensor, attn_mask: Tensor | None, attn_bias: Tensor | None) -> dict[str, Tensor | None]:
+    """The operator's arguments: its attn_mask is bool; a float attn_mask is its attn_bias."""
+    floating = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for name, x, dtypes in (("attn_mask", attn_mask, (torch.bool, *floating)), ("attn_bias", attn_bias, floating)):
+        if x is None:
+            continue
+        if x.device != query.device:
+            raise ValueError(f"{name}: device {x.device}, wanted that of the other tensors, {query.device}")
+        if x.dtype not in dtypes:
+            wanted = "bool or a floating dtype" if name == "attn_mask" else "a floating dtype"
+            raise ValueError(f"{name}: dtype {str(x.dtype).removeprefix('torch.')}, wanted {wanted}")
+    if attn_mask is None or attn_mask.dtype == torch.bool:
+        return {"attn_mask": attn_mask, "attn_bias": attn_bias}
+    if attn_bias is not None:
+        raise ValueError(
+            "attn_bias: given together with a float attn_mask, wanted a bool attn_mask, or their sum as attn_mask"
+        )
+    return {"attn_bias": attn_mask}
 
 
 def _warn_of_alignment(query: Tensor, kv_lens: Tensor | None, q_lens: Tensor | None, options: Options) -> None:

@@ -62,6 +62,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     mask: str | None = None  # see MASKS
+    bias: str | None = None  # attn_bias; a float one of MASKS
     q_offset: int | None = None
     kv_lens: tuple[int, ...] | None = None  # what lies beyond is NaN
     kv_starts: tuple[int, ...] | None = None  # what lies before is NaN
@@ -84,6 +85,8 @@ class Case:
         tensors = {"query": query, "key": key, "value": value}
         if self.mask:
             tensors["attn_mask"] = MASKS[self.mask](self.batch, query_heads, self.rows, self.keys)
+        if self.bias:
+            tensors["attn_bias"] = MASKS[self.bias](self.batch, query_heads, self.rows, self.keys)
         if self.alibi:
             tensors["alibi_slopes"] = 2.0 ** -torch.arange(1, query_heads + 1)
         if self.sinks:
@@ -98,8 +101,9 @@ class Case:
                 sequence[:, length:] = NAN
         for b, (start, end) in enumerate(self.filled()):
             padded = [key, value]
-            if is_real(mask := tensors.get("attn_mask")) and mask.dim() == 4 and mask.shape[0] == self.batch:
-                padded.append(mask.transpose(2, 3))
+            for mask in (tensors.get("attn_mask"), tensors.get("attn_bias")):
+                if is_real(mask) and mask.dim() == 4 and mask.shape[0] == self.batch:
+                    padded.append(mask.transpose(2, 3))
             for x in padded:
                 x[b, :, :start] = x[b, :, end:] = NAN
         tensors = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()}
@@ -157,6 +161,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Tensor]] = {
     "bool-all": lambda b, h, m, n: torch.ones(1, 1, 1, n, dtype=torch.bool).expand(b, h, m, n),
     "bool-transposed": lambda b, h, m, n: hides_blocks(h, n, m).mT,
     "float": lambda b, h, m, n: torch.randn(b, h, m, n),
+    "float-heads": lambda b, h, m, n: torch.randn(1, h, m, n),
     "float-2d": lambda b, h, m, n: torch.randn(m, n),
     "float-3d": lambda b, h, m, n: torch.randn(h, m, 1),
     "float-keys": lambda b, h, m, n: 3 * torch.randn(b, 1, 1, n),
@@ -257,6 +262,10 @@ CASES = [
     Case("mask-float-keys", batch=2, mask="float-keys"),
     Case("mask-float-scalar", batch=2, mask="float-scalar"),
     Case("mask-float-hides", batch=2, rows=70, keys=140, mask="float-hides"),
+    Case("bias", batch=2, bias="float-heads"),
+    Case("bias-mask-bool", batch=3, heads=(4, 2), mask="bool-keys", bias="float-heads", causal=True),
+    Case("bias-hides-mask-bool", batch=2, rows=70, keys=140, mask="bool-heads", bias="float-hides", softcap=3.0),
+    Case("bias-scalar-mask-rows", mask="bool-rows", bias="float-scalar", alibi=True, sinks=True),
     # Scores.
     Case("scale-1", dim=16, scale=1.0),
     Case("scale-negative", scale=-0.2, causal=True),
@@ -315,6 +324,7 @@ CASES = [
         kv_lens=(2100, 1500, 2100, 7),
         split_size=256,
     ),
+    Case("decode-bias-mask", batch=2, heads=(4, 2), rows=3, keys=600, dim=8, mask="bool-keys", bias="float-heads"),
     Case("decode-query-lengths", batch=4, rows=5, keys=600, dim=8, causal=True, q_lens=(0, 1, 3, 5), split_size=128),
     Case("decode-starts-mask", batch=2, rows=2, keys=600, dim=8, mask="float", kv_starts=(300, 5), split_size=128),
     Case("decode-sinks", heads=(6, 3), rows=2, keys=2100, dim=16, sinks=True, split_size=1024),

@@ -24,6 +24,7 @@ def scores(
     kv_lens: Tensor | None = None,
     kv_starts: Tensor | None = None,
     q_lens: Tensor | None = None,
+    attn_bias: Tensor | None = None,
     reordered: bool = False,
 ) -> Tensor:
     """[batch, heads, rows, keys + 1]. The last key is the sink, of score -inf where there is none."""
@@ -54,6 +55,8 @@ def scores(
         visible = visible & attn_mask
     elif attn_mask is not None:
         s = s + attn_mask.to(s)
+    if attn_bias is not None:
+        s = s + attn_bias.to(s)
     s = s.masked_fill(~visible, -torch.inf)
     sink = torch.full((heads,), -torch.inf) if sinks is None else sinks
     s = torch.cat([s, sink.to(s).view(-1, 1, 1).expand(batch, heads, rows, 1)], -1)

@@ -87,6 +87,12 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"attn_mask": rand(4, 7)}, "attn_mask", "4", "5"),
     ({"attn_mask": rand(2, 2, 5, 7)}, "attn_mask", "2", "4"),
     ({"attn_mask": rand(3, 1, 5, 7)}, "attn_mask", "3", "2"),
+    ({"attn_bias": 1.0}, "attn_bias", "float"),
+    ({"attn_bias": rand(5, 7) > 0}, "attn_bias", "bool", "floating"),
+    ({"attn_bias": rand(5, 6)}, "attn_bias", "6", "7"),
+    ({"attn_bias": rand(5, 7), "attn_mask": rand(5, 7)}, "attn_bias", "attn_mask", "bool"),
+    ({"attn_mask": (rand(5, 7) > 0).to("meta")}, "attn_mask", "meta", "cpu"),
+    ({"attn_bias": rand(5, 7).to("meta")}, "attn_bias", "meta", "cpu"),
     # Options.
     ({"window": 3}, "window", "3"),
     ({"window": (1,)}, "window", "1"),
@@ -250,6 +256,7 @@ PAGED = {
     ({"block_table": integers([0], [0]).expand(2, 2**61)}, "block_table", str(2**61)),
     ({"kv_lens": integers(12, 7, 7)}, "kv_lens", "3", "2"),
     ({"attn_mask": rand(3, 11)}, "attn_mask", "11", "12"),
+    ({"attn_bias": rand(3, 11)}, "attn_bias", "11", "12"),
 )
 def test_paged(change, words):
     refused(attention_paged, PAGED, change, *words)
@@ -295,7 +302,7 @@ BAD_TENSORS = {
     "transposed": lambda x: x.transpose(0, -1),
     "meta": lambda x: x.to("meta"),
     "sparse": lambda x: x.to_sparse(),
-    "negative": lambda x: -1 - x.float().to(x.dtype),
+    "negative": lambda x: ~x if x.dtype == torch.bool else -1 - x.float().to(x.dtype),
     "huge": lambda x: x.long() * 10**12 + 10**15 if not x.is_floating_point() else x * 1e30,
     "list": lambda x: [x],
 }
@@ -318,6 +325,7 @@ BAD_NUMBERS = [
 
 KINDS = {
     "dense": lambda: operators.attention(
+        attn_mask=rand(2, 1, 5, 9) > 0,
         attn_bias=rand(2, 4, 5, 9),
         alibi_slopes=rand(4),
         sinks=rand(4),

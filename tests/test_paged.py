@@ -91,6 +91,7 @@ PAGES = [
     ),
     pages("mask-float", 16, (60, 33), rows=2, mask="float-hides"),
     pages("starts", 7, (90, 41, 30), rows=3, kv_starts=(20, 41, 1), causal=True, split_size=16),
+    pages("bias-mask", 16, (60, 33), rows=2, mask="bool-keys", bias="float-heads"),
     pages("query-lengths", 7, (90, 41, 30), rows=3, q_lens=(3, 1, 0), causal=True, split_size=16),
     pages("starts-splits", 64, (2300, 1100), rows=1, dim=16, kv_starts=(1030, 5), split_size=1024),
     pages("tiled", 16, (70, 3, 40), rows=20, causal=True),

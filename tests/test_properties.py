@@ -45,6 +45,9 @@ def cases(draw):
     group, key_heads = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     batch = draw(st.integers(1, 3))
     keys, rows = draw(st.integers(1, 150)), draw(st.integers(1, 80))
+    mask = draw(st.none() | st.sampled_from(sorted(MASKS)))
+    biases = [name for name in MASKS if name.startswith("float")]
+    with_bias = mask is None or mask.startswith("bool")
     return Case(
         "",
         batch=batch,
@@ -59,7 +62,8 @@ def cases(draw):
         softcap=draw(st.none() | st.floats(0.5, 30)),
         alibi=draw(st.booleans()),
         sinks=draw(st.booleans()),
-        mask=draw(st.none() | st.sampled_from(sorted(MASKS))),
+        mask=mask,
+        bias=draw(st.none() | st.sampled_from(biases)) if with_bias else None,
         q_offset=draw(st.none() | st.integers(-100, 200)),
         kv_lens=draw(st.none() | st.tuples(*[st.integers(0, keys)] * batch)),
         q_lens=draw(st.none() | st.tuples(*[st.integers(0, rows)] * batch)),
@@ -85,7 +89,7 @@ def test_backward(case, dtype):
 @bounded
 @given(cases(), st.integers(1, 20), DTYPES)
 def test_paged(case, page_size, dtype):
-    pages = Pages(page_size, replace(case, kv_lens=case.kv_lens or (case.keys,) * case.batch, mask=None))
+    pages = Pages(page_size, replace(case, kv_lens=case.kv_lens or (case.keys,) * case.batch, mask=None, bias=None))
     check_forward(pages.call, partial(pages.case.inputs, dtype), slack=SLACK)
 
 

@@ -27,6 +27,9 @@ SAMPLES = {
     "dim-not-last": lambda: operators.attention(layout="dim-not-last"),
     "band": lambda: operators.attention(window_left=3, window_right=0, q_offset=2, split_size=4, softcap=2.0),
     "bool-mask": lambda: operators.attention(attn_mask=torch.rand(2, 4, 5, 9) < 0.7),
+    "bias-and-mask": lambda: operators.attention(
+        attn_mask=torch.rand(2, 1, 1, 9) < 0.7, attn_bias=torch.randn(1, 4, 5, 9)
+    ),
     "bias": lambda: operators.attention(attn_bias=torch.randn(2, 4, 5, 9), sinks=torch.randn(4)),
     "lengths": lambda: operators.attention(kv_lens=integers(9, 4), alibi_slopes=torch.rand(4)),
     "varlen": lambda: operators.attention("varlen"),

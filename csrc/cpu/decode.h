@@ -161,14 +161,14 @@ template <class T> class Decode {
     const V first(min(u.sequence.band.first(i) - j0, tile_keys)),
         end(max<int64_t>(min(u.sequence.band.end(i) - j0, n), 0));
     const V distance(A(i + u.sequence.band.q_offset - j0));
-    if (p.mask.data) pack_mask(p, u.sequence, u.b, h, i, 1, j0, n, padded, w.bias);
+    if (p.has_mask()) pack_bias(p, u.sequence, u.b, h, i, 1, j0, n, padded, w.bias);
 
     V maxima(kHidden);
     for (int64_t j = 0; j < padded; j += V::lanes) {
       V key = V(A(j)) + V::iota();
       V score = score_of_key.content(V::load(s + j));
       if (!plain_scores) {
-        V bias = p.mask.data ? V::load(w.bias + j) : V(A(0));
+        V bias = p.has_mask() ? V::load(w.bias + j) : V(A(0));
         score = score_of_key(score, distance - key, bias);
       }
       score = select((first <= key) & (key < end), score, V(kHidden));

@@ -104,7 +104,7 @@ template <class Device> struct Operators {
     grad.grad_query = view(grad_query);
     grad.grad_key = view(grad_key);
     grad.grad_value = view(grad_value);
-    if (bias_grad) grad.grad_mask = broadcast_view(grad_bias);
+    if (bias_grad) grad.grad_bias = broadcast_view(grad_bias);
     if (sinks) grad.grad_sinks = grad_sinks.data_ptr();
     if (lse.numel() > 0) Device::attention_backward(grad, query);
     if (bias_grad && !Device::kSumsGradBias) grad_bias = summed_to(grad_bias, sizes(*attn_bias));

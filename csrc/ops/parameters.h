@@ -217,15 +217,13 @@ inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   if (a.attn_mask) {
     p.mask = scores_view("attn_mask", *a.attn_mask, p, a.query);
     check_type("attn_mask", *a.attn_mask, ScalarType::Bool);
-    p.mask_dtype = DType::boolean;
   }
   if (a.attn_bias) {
-    check(!a.attn_mask, "attn_bias: given together with attn_mask, which is not supported yet");
-    p.mask = scores_view("attn_bias", *a.attn_bias, p, a.query);
+    p.bias = scores_view("attn_bias", *a.attn_bias, p, a.query);
     std::optional<DType> dtype = dtype_of(*a.attn_bias);
     check(dtype && *dtype != DType::boolean, "attn_bias: dtype ", name(a.attn_bias->scalar_type()),
           ", wanted a floating dtype");
-    p.mask_dtype = *dtype;
+    p.bias_dtype = *dtype;
   }
 }
 

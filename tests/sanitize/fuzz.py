@@ -73,6 +73,8 @@ def attention() -> Arguments:
         scores = (batch, group * heads, rows, keys)
         mask = tensor(tuple(random.choice((1, n)) for n in scores), random.choice((torch.bool, dtype)))
         a["attn_mask" if mask.dtype == torch.bool else "attn_bias"] = maybe(mask.expand(scores))
+        if a["attn_bias"] is None:
+            a["attn_bias"] = maybe(tensor(tuple(random.choice((1, n)) for n in scores), dtype))
     statistics = torch.promote_types(dtype, torch.float32)
     a["alibi_slopes"], a["sinks"] = (maybe(tensor((group * heads,), statistics)) for _ in range(2))
     return a | {

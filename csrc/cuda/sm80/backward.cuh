@@ -287,7 +287,7 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
     }
   }
 
-  // Other scores: likewise, and writes the gradient of the mask.
+  // Other scores: likewise, and writes the gradient of the bias.
   __device__ __forceinline__ void weigh(Scores& s, Scores& dp, bool& spoils) const {
     const AttentionBackwardParams& args = params.args;
 #pragma unroll
@@ -303,9 +303,9 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
         if (score == kHidden) return hide(x, ds, spoils);
         x = weight_in_row<T>(score, row.lse, row.lse_error);
         ds = x * (ds - row.delta);
-        if (!kOwnsKeys && args.grad_mask.data) {
-          float* to = static_cast<float*>(args.grad_mask.data) + args.grad_mask.offset(block.seq.q_batch, h, i);
-          to[(block.seq.first_key + j) * args.grad_mask.dim] = ds;
+        if (!kOwnsKeys && args.grad_bias.data) {
+          float* to = static_cast<float*>(args.grad_bias.data) + args.grad_bias.offset(block.seq.q_batch, h, i);
+          to[(block.seq.first_key + j) * args.grad_bias.dim] = ds;
         }
         ds *= block.head.score.content_slope(content);
       });
