@@ -33,12 +33,14 @@ struct IntVector {
   }
 };
 
-// A vector over the query heads, float or double as the statistics are; absent where data is null.
+// A vector over the query heads, or one per sequence; float or double as the statistics are. Absent where data is null.
 struct HeadVector {
   const void* data = nullptr;
-  int64_t stride = 0;
+  int64_t stride = 0, batch = 0;
 
-  template <class A> FLASHSOFTMAX_INLINE A at(int64_t h) const { return static_cast<const A*>(data)[h * stride]; }
+  template <class A> FLASHSOFTMAX_INLINE A at(int64_t h, int64_t b = 0) const {
+    return static_cast<const A*>(data)[b * batch + h * stride];
+  }
 };
 
 struct AttentionParams {
@@ -84,14 +86,15 @@ struct AttentionParams {
   FLASHSOFTMAX_INLINE bool scale_in_exp() const { return plain_scores() && scale > 1e-30 && scale < 1e30; }
 };
 
-// The score of query head h.
-template <class A> FLASHSOFTMAX_INLINE Score<A> score_of(const AttentionParams& p, int64_t h) {
-  return {A(p.scale), A(p.softcap), p.alibi_slopes.data ? p.alibi_slopes.at<A>(h) : A(0)};
+// The score of query head h of sequence b.
+template <class A> FLASHSOFTMAX_INLINE Score<A> score_of(const AttentionParams& p, int64_t b, int64_t h) {
+  return {A(p.scale), A(p.softcap), p.alibi_slopes.data ? p.alibi_slopes.at<A>(h, b) : A(0)};
 }
 
 // Where one sequence lies in the tensors, and which keys its queries see. Keys are counted from the first one that is
 // filled, so the kernels never meet those before it.
 struct Sequence {
+  int64_t index;
   int64_t q_batch, q_row, q_len, k_batch, k_row;
   int64_t first_key;  // key 0 is key first_key of mask, bias and pages
   Band band;
@@ -101,7 +104,7 @@ struct Sequence {
 };
 
 FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
-  Sequence s{b, 0, p.seqlen_q, b, 0, 0, {}, true};
+  Sequence s{b, b, 0, p.seqlen_q, b, 0, 0, {}, true};
   int64_t k_len = p.seqlen_k;
   if (p.cu_seqlens_q) {
     const int64_t end = p.cu_seqlens_q[b + 1], k_end = p.cu_seqlens_k[b + 1];

@@ -77,7 +77,8 @@ def attention(
             window of (left, 0) sees left + 1 keys, the query's own included.
         scale: factor of q.k; 1 / sqrt(Dqk) if omitted.
         softcap: c > 0 turns a score s into ``c * tanh(s / c)``; None or 0 leaves it.
-        alibi_slopes: [Hq]: adds ``-slope * abs(i + q_offset - j)`` (Press et al., 2022, arXiv:2108.12409). No gradient.
+        alibi_slopes: [Hq] or, per sequence, [B, Hq]: adds ``-slope * abs(i + q_offset - j)`` (Press et al., 2022,
+            arXiv:2108.12409). No gradient.
         sinks: [Hq]: the score of one more key per head, whose value is 0 (after Xiao et al., 2023, arXiv:2309.17453).
             It counts in lse.
         q_offset: position of query 0 among the keys; kv_len - q_len if omitted, which aligns the last query with the

@@ -31,7 +31,10 @@ def _fold(name: str, n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
     values = dict(zip(ARGUMENTS[name], args, strict=True))
     dims = dict(zip(ARGUMENTS[name], in_dims, strict=True))
     packed = any(values.get(x) is not None for x in ("cu_seqlens_q", "cu_seqlens_k", "block_table"))
-    per_sample = any(dims[x] is not None for x in dims if x not in BATCHED)
+    slopes, batched = values["alibi_slopes"], set(BATCHED)
+    if slopes is not None and _sample(slopes, dims["alibi_slopes"]).dim() == 2:
+        batched.add("alibi_slopes")
+    per_sample = any(dims[x] is not None for x in dims if x not in batched)
     batch = _sample(values["query"], dims["query"]).size(0)
     given = [x for x in OF_SCORES if values[x] is not None]
     broadcast = [x for x in given if _sample(values[x], dims[x]).size(0) == 1 != batch]
@@ -41,7 +44,7 @@ def _fold(name: str, n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
     )
     if packed or per_sample or summed:
         return _run_per_sample(OPERATORS[name], n, in_dims, args)
-    folded = {x: _folded(value, dims[x], n) if x in BATCHED else value for x, value in values.items()}
+    folded = {x: _folded(value, dims[x], n) if x in batched else value for x, value in values.items()}
     for argument in broadcast:
         x, dim = values[argument], dims[argument]
         folded[argument] = x if dim is None else x.movedim(dim, 0).repeat_interleave(batch, 1).flatten(0, 1)

@@ -140,7 +140,9 @@ def _check_attention(values: dict[str, Any]) -> None:
     _check_numbers(values, _statistics(query))
     for name in PER_HEAD:
         if values[name] is not None:
-            _check_like(name, values[name], (query.size(1),), query, _statistics(query))
+            per_sequence = name == "alibi_slopes" and values[name].dim() == 2
+            shape = (sequences, query.size(1)) if per_sequence else (query.size(1),)
+            _check_like(name, values[name], shape, query, _statistics(query))
     for name, dtypes, wanted in (("attn_mask", (torch.bool,), "bool"), ("attn_bias", FLOATING, "a floating dtype")):
         x = values[name]
         if x is None:

@@ -39,7 +39,7 @@ class Options(TypedDict, total=False):
 
 NAMES = tuple(Options.__annotations__)
 PER_HEAD = ("alibi_slopes", "sinks")
-"""Options that are a tensor [Hq]."""
+"""Options that are a tensor [Hq]; alibi_slopes may be [B, Hq]."""
 
 
 def entry_point(function: Function) -> Function:

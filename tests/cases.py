@@ -59,7 +59,7 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     scale: float | None = None
     softcap: float | None = None
-    alibi: bool = False
+    alibi: bool | str = False  # "per-sequence": slopes [batch, heads]
     sinks: bool = False
     mask: str | None = None  # see MASKS
     bias: str | None = None  # attn_bias; a float one of MASKS
@@ -89,6 +89,8 @@ class Case:
             tensors["attn_bias"] = MASKS[self.bias](self.batch, query_heads, self.rows, self.keys)
         if self.alibi:
             tensors["alibi_slopes"] = 2.0 ** -torch.arange(1, query_heads + 1)
+        if self.alibi == "per-sequence":
+            tensors["alibi_slopes"] = tensors["alibi_slopes"] * torch.rand(self.batch, 1)
         if self.sinks:
             tensors["sinks"] = torch.randn(query_heads)
         if self.kv_lens:
@@ -275,6 +277,7 @@ CASES = [
     Case("softcap-mask-float", softcap=1.5, mask="float"),
     Case("softcap-scores-large", softcap=20.0, scores="large"),
     Case("alibi", heads=(4, 2), alibi=True),
+    Case("alibi-per-sequence", batch=3, heads=(4, 2), alibi="per-sequence", causal=True),
     Case("alibi-causal-offset", heads=(4, 4), alibi=True, causal=True, q_offset=7),
     Case("alibi-lengths", batch=3, heads=(3, 1), alibi=True, kv_lens=(72, 40, 3)),
     Case("sinks", batch=2, heads=(4, 2), sinks=True),
@@ -324,6 +327,7 @@ CASES = [
         kv_lens=(2100, 1500, 2100, 7),
         split_size=256,
     ),
+    Case("decode-alibi-per-sequence", batch=3, heads=(4, 2), rows=3, keys=600, dim=8, alibi="per-sequence"),
     Case("decode-bias-mask", batch=2, heads=(4, 2), rows=3, keys=600, dim=8, mask="bool-keys", bias="float-heads"),
     Case("decode-query-lengths", batch=4, rows=5, keys=600, dim=8, causal=True, q_lens=(0, 1, 3, 5), split_size=128),
     Case("decode-starts-mask", batch=2, rows=2, keys=600, dim=8, mask="float", kv_starts=(300, 5), split_size=128),

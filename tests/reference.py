@@ -50,7 +50,7 @@ def scores(
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:
-        s = s - alibi_slopes.to(s).view(-1, 1, 1) * distance.abs()
+        s = s - alibi_slopes.to(s)[..., None, None] * distance.abs()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         visible = visible & attn_mask
     elif attn_mask is not None:

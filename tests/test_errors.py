@@ -128,7 +128,8 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"split_size": 1.5}, "split_size", "1.5"),
     ({"alibi_slopes": [1.0] * 4}, "alibi_slopes", "list"),
     ({"alibi_slopes": rand(2)}, "alibi_slopes", "2", "4"),
-    ({"alibi_slopes": rand(2, 4)}, "alibi_slopes", "[2, 4]"),
+    ({"alibi_slopes": rand(3, 4)}, "alibi_slopes", "[3, 4]", "[2, 4]"),
+    ({"alibi_slopes": rand(1, 2, 4)}, "alibi_slopes", "[1, 2, 4]", "[4]"),
     ({"alibi_slopes": torch.ones(4).long()}, "alibi_slopes", "int64"),
     ({"alibi_slopes": rand(4).requires_grad_()}, "alibi_slopes", "gradient"),
     ({"sinks": 0.0}, "sinks", "float"),
@@ -333,7 +334,7 @@ KINDS = {
         kv_starts=integers(2, 0),
         q_lens=integers(5, 3),
     ),
-    "varlen": lambda: operators.attention("varlen", kv_lens=integers(4, 3)),
+    "varlen": lambda: operators.attention("varlen", alibi_slopes=rand(2, 4), kv_lens=integers(4, 3)),
     "paged": lambda: operators.attention("paged", attn_bias=rand(2, 4, 5, 9)),
 }
 

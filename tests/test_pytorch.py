@@ -31,7 +31,7 @@ SAMPLES = {
         attn_mask=torch.rand(2, 1, 1, 9) < 0.7, attn_bias=torch.randn(1, 4, 5, 9)
     ),
     "bias": lambda: operators.attention(attn_bias=torch.randn(2, 4, 5, 9), sinks=torch.randn(4)),
-    "lengths": lambda: operators.attention(kv_lens=integers(9, 4), alibi_slopes=torch.rand(4)),
+    "lengths": lambda: operators.attention(kv_lens=integers(9, 4), alibi_slopes=torch.rand(2, 4)),
     "varlen": lambda: operators.attention("varlen"),
     "paged": lambda: operators.attention("paged"),
 }

@@ -28,7 +28,7 @@ class Sequences:
     dim: int = 32
     value_dim: int = 24
     options: tuple[tuple[str, object], ...] = ()
-    alibi: bool = False
+    alibi: bool | str = False  # "per-sequence": slopes [sequences, heads]
     sinks: bool = False
     kv_lens: tuple[int, ...] | None = None  # what lies beyond is NaN
     kv_starts: tuple[int, ...] | None = None  # what lies before is NaN
@@ -43,6 +43,8 @@ class Sequences:
         }
         if self.alibi:
             tensors["alibi_slopes"] = 2.0 ** -torch.arange(1, query_heads + 1)
+        if self.alibi == "per-sequence":
+            tensors["alibi_slopes"] = tensors["alibi_slopes"] * torch.rand(len(self.lens_q), 1)
         if self.sinks:
             tensors["sinks"] = torch.randn(query_heads)
         tensors |= {"cu_seqlens_q": offsets(self.lens_q), "cu_seqlens_k": offsets(self.lens_k)}
@@ -80,9 +82,11 @@ def dense(
     for i in range(len(cu_seqlens_q) - 1):
         q, k = (slice(cu[i], cu[i + 1]) for cu in (cu_seqlens_q, cu_seqlens_k))
         lens = {} if kv_lens is None else {"kv_lens": kv_lens[i : i + 1]}
+        if options.get("alibi_slopes") is not None and options["alibi_slopes"].dim() == 2:
+            lens["alibi_slopes"] = options["alibi_slopes"][i : i + 1]
         lens |= {} if kv_starts is None else {"kv_starts": kv_starts[i : i + 1]}
         out, lse = reference.attention(
-            *(x.transpose(0, 1)[None] for x in (query[q], key[k], value[k])), **options, **lens
+            *(x.transpose(0, 1)[None] for x in (query[q], key[k], value[k])), **options | lens
         )
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
@@ -118,6 +122,7 @@ SEQUENCES = [
     Sequences("lengths", (50, 3, 2, 4), (50, 40, 30, 4), options=options(causal=True), kv_lens=(33, 40, 0, 3)),
     Sequences("starts", (50, 3, 20), (50, 40, 30), options=options(causal=True), kv_starts=(7, 20, 30)),
     Sequences("decode-starts", (1, 2, 16), (300, 200, 70), kv_starts=(129, 0, 69), options=options(split_size=32)),
+    Sequences("alibi-per-sequence", (50, 3, 2), (50, 40, 3), alibi="per-sequence"),
     Sequences("lengths-1-and-3", (3, 3), (3, 3), dim=64, kv_lens=(1, 3)),
     Sequences(
         "one-of-qkv",

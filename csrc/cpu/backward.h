@@ -252,7 +252,7 @@ template <class T> class Backward {
   void weigh_tile(const KeyTile& t, const QueryTile& q, const Workspace& w) const {
     for (int64_t column = 0; column < q.queries; column += panel) {
       const int64_t i = q.i + column, queries = min(panel, q.queries - column);
-      Scores score(score_of<A>(p, q.h), p, t.sequence, t.b, q.h, i, queries, t.j0, t.keys, w.mask);
+      Scores score(score_of<A>(p, t.b, q.h), p, t.sequence, t.b, q.h, i, queries, t.j0, t.keys, w.mask);
       const Verdict verdict = t.sequence.band.verdict(i, i + queries, t.j0 + q.keys.begin, t.j0 + q.keys.end);
       if (plain_scores && queries == panel && verdict == Verdict::full)
         weigh_panel<false>(score, column, q.keys, w);

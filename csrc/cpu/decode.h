@@ -157,7 +157,7 @@ template <class T> class Decode {
     A* s = w.s + r * tile_keys;
     int64_t padded = round_up(n, V::lanes);
     if (i >= u.queries) return std::fill(s, s + padded, A(0));
-    const Score<A> score_of_key = score_of<A>(p, h);
+    const Score<A> score_of_key = score_of<A>(p, u.b, h);
     const V first(min(u.sequence.band.first(i) - j0, tile_keys)),
         end(max<int64_t>(min(u.sequence.band.end(i) - j0, n), 0));
     const V distance(A(i + u.sequence.band.q_offset - j0));

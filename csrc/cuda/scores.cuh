@@ -80,13 +80,12 @@ struct HeadScores {
   }
 };
 
-__device__ __forceinline__ HeadScores head_scores(const AttentionParams& args, const Sequence& seq, int64_t b,
-                                                  int64_t h) {
+__device__ __forceinline__ HeadScores head_scores(const AttentionParams& args, const Sequence& seq, int64_t h) {
   const bool* mask = static_cast<const bool*>(args.mask.data);
-  if (mask) mask += args.mask.offset(b, h, 0) + seq.first_key * args.mask.dim;
+  if (mask) mask += args.mask.offset(seq.index, h, 0) + seq.first_key * args.mask.dim;
   const char* bias = static_cast<const char*>(args.bias.data);
-  if (bias) bias += (args.bias.offset(b, h, 0) + seq.first_key * args.bias.dim) * bytes_of(args.bias_dtype);
-  const Score<float> score = score_of<float>(args, h);
+  if (bias) bias += (args.bias.offset(seq.index, h, 0) + seq.first_key * args.bias.dim) * bytes_of(args.bias_dtype);
+  const Score<float> score = score_of<float>(args, seq.index, h);
   const bool plain = args.scale_in_exp();
   return {score,         plain,         plain ? score.scale : 1, seq.band.q_offset, mask,           bias,
           args.mask.row, args.mask.dim, args.bias.row,           args.bias.dim,     args.bias_dtype};

@@ -212,7 +212,7 @@ inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   p.split_size = std::min(p.split_size, max<int64_t>(p.seqlen_k, 1));
 
   check(a.dropout_p == 0, "dropout_p: ", a.dropout_p, " is not supported, wanted 0");
-  if (a.alibi_slopes) p.alibi_slopes = head_vector("alibi_slopes", *a.alibi_slopes, p.heads_q, a.query);
+  if (a.alibi_slopes) p.alibi_slopes = head_vectors("alibi_slopes", *a.alibi_slopes, p.sequences, p.heads_q, a.query);
   if (a.sinks) p.sinks = head_vector("sinks", *a.sinks, p.heads_q, a.query);
   if (a.attn_mask) {
     p.mask = scores_view("attn_mask", *a.attn_mask, p, a.query);

@@ -77,6 +77,8 @@ def attention() -> Arguments:
             a["attn_bias"] = maybe(tensor(tuple(random.choice((1, n)) for n in scores), dtype))
     statistics = torch.promote_types(dtype, torch.float32)
     a["alibi_slopes"], a["sinks"] = (maybe(tensor((group * heads,), statistics)) for _ in range(2))
+    if a["alibi_slopes"] is not None and random.random() < 0.5:
+        a["alibi_slopes"] = tensor((batch, group * heads), statistics)
     return a | {
         "max_seqlen_q": rows,
         "max_seqlen_k": keys,

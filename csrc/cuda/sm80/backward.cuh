@@ -212,7 +212,7 @@ __device__ __forceinline__ bool locate(const BackwardParams& params, int64_t til
   const int64_t full_begin = kOwnsKeys ? band.first_query(own1 - 1) : band.first(own1 - 1);
   const int64_t full_end = kOwnsKeys ? min(seq.q_len, band.end_query(own0 + 1)) : band.end(own0);
   const int64_t other_tiles = begin < end ? (end - begin + kOther - 1) / kOther : 0;
-  const HeadScores head = head_scores(forward, seq, seq.q_batch, first_head);
+  const HeadScores head = head_scores(forward, seq, first_head);
   if (threadIdx.x == 0)
     block = {seq,
              head,
@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, kWanted>::kThreads,
       if (kStages == 2) copy_next();
       if (some_empty) clear_empty<kOther>(qk, vdo, smem.rows(stage));
       if (kOwnsKeys && !block.plain && tile == 0) {
-        if (threadIdx.x == 0) block.head = head_scores(forward, block.seq, block.seq.q_batch, h);
+        if (threadIdx.x == 0) block.head = head_scores(forward, block.seq, h);
         __syncthreads();
       }
 

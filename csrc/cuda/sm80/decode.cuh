@@ -228,8 +228,7 @@ __device__ __forceinline__ void make_scores(Fragment<1, kColumns>& s, const Deco
   if (plain) {
     hide(s, visible);
   } else {
-    const HeadScores heads[] = {head_scores(args, block.seq, block.b, rows[0].h),
-                                head_scores(args, block.seq, block.b, rows[1].h)};
+    const HeadScores heads[] = {head_scores(args, block.seq, rows[0].h), head_scores(args, block.seq, rows[1].h)};
     products_to_scores(s, visible, [&](float x, int, int h, int column) {
       return heads[h].at(heads[h].score.content(x), rows[h].i, j0 + column);
     });

@@ -88,7 +88,7 @@ __device__ __forceinline__ bool locate(const ForwardParams& params, const Forwar
   tiles = end <= begin ? 0 : static_cast<int>((end - j0 + kKeys - 1) / kKeys);
   if (threadIdx.x == 0) {
     block.seq = seq;
-    block.head = head_scores(args, seq, seq.q_batch, task.h);
+    block.head = head_scores(args, seq, task.h);
     block.query = source<T>(args.query, seq.q_batch, task.h, seq.q_row, seq.q_len, args.head_dim, params.aligned.query);
     block.key = source<T>(args, args.key, seq, task.b, kv_head, begin, end, args.head_dim, params.aligned.key);
     block.value = source<T>(args, args.value, seq, task.b, kv_head, begin, end, args.head_dim_v, params.aligned.value);
