@@ -59,7 +59,7 @@ struct AttentionParams {
   IntVector q_lens;            // [sequences], absent: seqlen_q. Not in varlen
   IntVector kv_lens;           // [sequences], absent: seqlen_k
   IntVector kv_starts;         // [sequences], absent: 0
-  IntVector cu_seqlens_q, cu_seqlens_k;  // [sequences + 1], varlen only
+  IntVector cu_seqlens_q, cu_seqlens_k;  // [sequences + 1], varlen only; cu_seqlens_k not in pages
   IntVector block_table;                 // [sequences][block_table_row], paged only
   int64_t block_table_row = 0, page_size = 0, pages = 0;
 
@@ -72,7 +72,10 @@ struct AttentionParams {
   Tensor4 mask;  // bool
   Tensor4 bias;
   DType bias_dtype;
-  int64_t split_size;  // keys per split
+  int64_t split_size;         // keys per split
+  int64_t decode_split_size;  // likewise, of sequences that take the decode kernel in a call for longer ones
+  // Sequences of fewer or more queries are left to another kernel.
+  int64_t least_q_len = 0, most_q_len = kUnbounded;
 
   FLASHSOFTMAX_INLINE int64_t group() const { return heads_q / heads_kv; }
   FLASHSOFTMAX_INLINE int64_t batch() const { return cu_seqlens_q ? 1 : sequences; }  // of query, out and lse
@@ -107,14 +110,17 @@ FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
   Sequence s{b, b, 0, p.seqlen_q, b, 0, 0, {}, true};
   int64_t k_len = p.seqlen_k;
   if (p.cu_seqlens_q) {
-    const int64_t end = p.cu_seqlens_q[b + 1], k_end = p.cu_seqlens_k[b + 1];
+    const int64_t end = p.cu_seqlens_q[b + 1];
     s.q_batch = s.k_batch = 0;
     s.q_row = p.cu_seqlens_q[b];
     s.q_len = end - s.q_row;
-    s.k_row = p.cu_seqlens_k[b];
-    k_len = k_end - s.k_row;
-    s.valid = 0 <= s.q_row && s.q_row <= end && end <= p.rows_q && s.q_len <= p.seqlen_q && 0 <= s.k_row &&
-              s.k_row <= k_end && k_end <= p.rows_k;
+    s.valid = 0 <= s.q_row && s.q_row <= end && end <= p.rows_q && s.q_len <= p.seqlen_q;
+    if (p.cu_seqlens_k) {
+      const int64_t k_end = p.cu_seqlens_k[b + 1];
+      s.k_row = p.cu_seqlens_k[b];
+      k_len = k_end - s.k_row;
+      s.valid = s.valid && 0 <= s.k_row && s.k_row <= k_end && k_end <= p.rows_k;
+    }
     if (!s.valid) {
       s.q_row = min(max<int64_t>(s.q_row, 0), p.rows_q);
       s.q_len = min(max(end, s.q_row), p.rows_q) - s.q_row;
@@ -131,6 +137,10 @@ FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
   if (!s.valid) {
     k_len = 0;
     if (p.q_lens) s.q_len = p.seqlen_q;
+  }
+  if (s.q_len < p.least_q_len || s.q_len > p.most_q_len) {
+    s.q_len = k_len = 0;
+    s.valid = true;
   }
   s.first_key = min(max<int64_t>(first_key, 0), k_len);
   s.k_row += s.first_key;

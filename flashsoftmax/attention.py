@@ -130,11 +130,12 @@ def attention_varlen(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
     max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_k: int | None = None,
     kv_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -144,11 +145,12 @@ def attention_varlen(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
     max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_k: int | None = None,
     kv_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -158,11 +160,12 @@ def attention_varlen(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
     max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_k: int | None = None,
     kv_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -171,16 +174,21 @@ def attention_varlen(
     The options are those of :func:`attention`, applied to each sequence by itself: positions count from its first query
     and its first key.
 
+    With a block_table the keys lie in pages, as in :func:`attention_paged`. One call then serves sequences in prefill,
+    chunks of prefill and sequences in decode. A sequence of up to 16 queries takes the decode kernel, whatever the
+    lengths of the others. Pages are not differentiable.
+
     Args:
         query: [Tq, Hq, Dqk], the rows of all sequences.
-        key: [Tk, Hkv, Dqk].
-        value: [Tk, Hkv, Dv].
+        key: [Tk, Hkv, Dqk]; in pages [pages, page_size, Hkv, Dqk].
+        value: [Tk, Hkv, Dv]; in pages [pages, page_size, Hkv, Dv].
         cu_seqlens_q: [sequences + 1], int32 or int64: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
             It starts with 0, does not fall, and ends with Tq.
-        cu_seqlens_k: likewise for key and value.
+        cu_seqlens_k: likewise for key and value. Omitted in pages, where kv_lens and block_table say where keys are.
         max_seqlen_q: at least the length of the longest sequence of queries. The result's bits may depend on it.
-        max_seqlen_k: at least the length of the longest sequence of keys.
+        max_seqlen_k: at least the length of the longest sequence of keys. Omitted in pages.
         kv_lens: [sequences]: how many keys of each sequence are read.
+        block_table: [sequences, n], as in :func:`attention_paged`; kv_lens is then required.
         return_lse: return (out, lse).
 
     Returns:
@@ -190,15 +198,17 @@ def attention_varlen(
         TypeError: an argument is of a type that it cannot have. ValueError: a shape, dtype, device or value does not
         fit.
     """
-    _check_tensors(query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    _check_optional_tensors(kv_lens=kv_lens, kv_starts=options.get("kv_starts"))
-    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if length is None:
-            raise TypeError(f"{name}: None, wanted an int")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 3:
-            raise ValueError(f"{name}: {x.dim()} dimensions, wanted 3: [tokens, heads, head_dim]")
-    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    _check_tensors(query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q)
+    lengths = {"kv_lens": kv_lens, "kv_starts": options.get("kv_starts"), "block_table": block_table}
+    _check_optional_tensors(cu_seqlens_k=cu_seqlens_k, **lengths)
+    if max_seqlen_q is None or (max_seqlen_k is None and block_table is None):
+        raise TypeError(f"max_seqlen_{'q' if max_seqlen_q is None else 'k'}: None, wanted an int")
+    query = _packed("query", query)
+    if block_table is None:
+        _check_tensors(cu_seqlens_k=cu_seqlens_k)
+        key, value = (_packed(name, x) for name, x in (("key", key), ("value", value)))
+    else:
+        key, value = (_paged(name, x) for name, x in (("key", key), ("value", value)))
     out, lse = _attend(
         query,
         key,
@@ -208,7 +218,8 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=check_int("max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=check_int("max_seqlen_k", max_seqlen_k),
+        max_seqlen_k=0 if max_seqlen_k is None else check_int("max_seqlen_k", max_seqlen_k),
+        block_table=block_table,
     )
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -284,9 +295,7 @@ def attention_paged(
     kv_starts = options.get("kv_starts")
     _check_optional_tensors(attn_mask=attn_mask, attn_bias=attn_bias, kv_starts=kv_starts, q_lens=q_lens)
     _warn_of_alignment(query, kv_lens, q_lens, options)
-    for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
-        if x.dim() != 4:
-            raise ValueError(f"{name}: {x.dim()} dimensions, wanted 4: [pages, page_size, heads, head_dim]")
+    key, value = _paged("key_pages", key_pages), _paged("value_pages", value_pages)
     if query.dim() == 4 and block_table.dim() == 2:
         keys = block_table.size(1) * key_pages.size(1)
         shape = query.size(0), query.size(1), query.size(2), keys
@@ -294,8 +303,8 @@ def attention_paged(
         attn_bias = _broadcastable("attn_bias", attn_bias, shape)
     out, lse = _attend(
         query,
-        key_pages.transpose(1, 2),
-        value_pages.transpose(1, 2),
+        key,
+        value,
         complete(query, options),
         **_by_kind(query, attn_mask, attn_bias),
         kv_lens=kv_lens,
@@ -343,6 +352,20 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of operands in the operator's layout, [batch, heads, rows, dim]."""
     return ops.attention(query=query, key=key, value=value, **arguments, **options)
+
+
+def _packed(name: str, x: Tensor) -> Tensor:
+    """[tokens, heads, dim] in the operator's layout."""
+    if x.dim() != 3:
+        raise ValueError(f"{name}: {x.dim()} dimensions, wanted 3: [tokens, heads, head_dim]")
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _paged(name: str, x: Tensor) -> Tensor:
+    """[pages, page_size, heads, dim] in the operator's layout."""
+    if x.dim() != 4:
+        raise ValueError(f"{name}: {x.dim()} dimensions, wanted 4: [pages, page_size, heads, head_dim]")
+    return x.transpose(1, 2)
 
 
 def _states(name: str, states: object) -> list[Tensor]:

@@ -54,8 +54,8 @@ def _check_lengths(name: str, x: Tensor, dim: int, like: Tensor) -> None:
     _check_device(name, x, like)
 
 
-def _check_operands(query: Tensor, key: Tensor, value: Tensor, paged: bool) -> None:
-    key_name, value_name = ("key_pages", "value_pages") if paged else ("key", "value")
+def _check_operands(query: Tensor, key: Tensor, value: Tensor, paged: bool, varlen: bool) -> None:
+    key_name, value_name = ("key_pages", "value_pages") if paged and not varlen else ("key", "value")
     dtype = _name(query.dtype)
     for name, x in (("query", query), (key_name, key), (value_name, value)):
         _check(x.dim() == 4, f"{name}: {x.dim()} dimensions, wanted 4")
@@ -104,27 +104,27 @@ def _check_attention(values: dict[str, Any]) -> None:
     query, key, value = values["query"], values["key"], values["value"]
     cu_q, cu_k, block_table = values["cu_seqlens_q"], values["cu_seqlens_k"], values.get("block_table")
     kv_lens = values["kv_lens"]
-    _check_operands(query, key, value, paged=block_table is not None)
+    _check_operands(query, key, value, paged=block_table is not None, varlen=cu_q is not None)
 
     varlen = cu_q is not None or cu_k is not None
     sequences, keys = query.size(0), key.size(2)
+    _check(cu_k is None or block_table is None, "block_table: given together with cu_seqlens_k, wanted one of them")
     if varlen:
-        _check(block_table is None, "block_table: given together with cu_seqlens, wanted one of them")
-        if cu_q is None or cu_k is None:
+        if cu_q is None or (cu_k is None and block_table is None):
             raise ValueError("cu_seqlens_q, cu_seqlens_k: one of them is missing, wanted both")
         _check_lengths("cu_seqlens_q", cu_q, 1, query)
-        _check_lengths("cu_seqlens_k", cu_k, 1, query)
         _check(cu_q.numel() >= 1, "cu_seqlens_q: no elements, wanted the number of sequences + 1")
-        _check_shape("cu_seqlens_k", cu_k, tuple(cu_q.shape))
         _check(query.size(0) == 1, f"query: batch {query.size(0)}, wanted 1 with cu_seqlens")
         for name in ("max_seqlen_q", "max_seqlen_k"):
             _check(values[name] >= 0, f"{name}: {values[name]}, wanted at least 0")
         sequences = cu_q.numel() - 1
-    elif block_table is not None:
+    if cu_k is not None:
+        _check_lengths("cu_seqlens_k", cu_k, 1, query)
+        _check_shape("cu_seqlens_k", cu_k, tuple(cu_q.shape))
+    if block_table is not None:
         _check_lengths("block_table", block_table, 2, query)
-        _check(
-            block_table.size(0) == sequences, f"block_table: {block_table.size(0)} rows, wanted the batch, {sequences}"
-        )
+        wanted = f"the number of sequences, {sequences}" if varlen else f"the batch, {sequences}"
+        _check(block_table.size(0) == sequences, f"block_table: {block_table.size(0)} rows, wanted {wanted}")
         _check(kv_lens is not None, "kv_lens: missing, wanted with block_table")
         columns, page_size = block_table.size(1), key.size(2)
         if type(columns) is int and type(page_size) is int:

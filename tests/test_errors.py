@@ -224,6 +224,34 @@ def test_varlen(change, words):
     refused(attention_varlen, VARLEN, change, *words)
 
 
+STEP = {
+    "query": rand(8, 4, 8),
+    "key": rand(6, 4, 2, 8),
+    "value": rand(6, 4, 2, 6),
+    "cu_seqlens_q": integers(0, 5, 8),
+    "max_seqlen_q": 5,
+    "block_table": integers([5, 1, 2], [0, 3, -1]),
+    "kv_lens": integers(12, 7),
+}
+
+
+@table(
+    ({"key": rand(24, 2, 8)}, "key", "3", "4"),
+    ({"value": rand(7, 4, 2, 6)}, "value", "7", "6"),
+    ({"query": rand(1, 4, 8, 8)}, "query", "4", "3"),
+    ({"cu_seqlens_k": integers(0, 4, 8)}, "block_table", "cu_seqlens_k"),
+    ({"cu_seqlens_q": integers(0, 5, 9)}, "cu_seqlens_q", "9", "8"),
+    ({"cu_seqlens_q": integers(0, 8)}, "block_table", "2", "1"),
+    ({"max_seqlen_q": 4}, "max_seqlen_q", "4", "5"),
+    ({"kv_lens": None}, "kv_lens", "missing"),
+    ({"kv_lens": integers(13, 7)}, "kv_lens", "13", "12"),
+    ({"kv_lens": integers(12, 9)}, "block_table", "-1"),
+    ({"block_table": None}, "max_seqlen_k", "None"),
+)
+def test_varlen_in_pages(change, words):
+    refused(attention_varlen, STEP, change, *words)
+
+
 PAGED = {
     "query": rand(2, 4, 3, 8),
     "key_pages": rand(6, 4, 2, 8),
@@ -408,6 +436,8 @@ class TestOperators:
             ("varlen", "cu_seqlens_q", integers(3, 5, 9)),
             ("varlen", "cu_seqlens_k", integers(0, 4, 10)),
             ("varlen", "cu_seqlens_k", None),
+            ("varlen", "block_table", integers([0, 0], [0, 0])),
+            ("paged", "cu_seqlens_k", integers(0, 4, 9)),
             ("varlen", "max_seqlen_q", 4),
             ("varlen", "max_seqlen_k", 4),
             ("varlen", "kv_lens", integers(4, 6)),

@@ -17,7 +17,7 @@ from cases import LAYOUTS, MASKS, Case
 from checks import check_backward, check_forward
 from flashsoftmax import attention, merge
 from test_merge import dense as dense_merge
-from test_paged import Pages
+from test_paged import Pages, step
 from test_varlen import Sequences, dense
 from test_varlen import call as varlen
 
@@ -91,6 +91,25 @@ def test_backward(case, dtype):
 def test_paged(case, page_size, dtype):
     pages = Pages(page_size, replace(case, kv_lens=case.kv_lens or (case.keys,) * case.batch, mask=None, bias=None))
     check_forward(pages.call, partial(pages.case.inputs, dtype), slack=SLACK)
+
+
+@bounded
+@given(st.data(), DTYPES)
+def test_varlen_in_pages(data, dtype):
+    lens = data.draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5))
+    lens_q, kv_lens = zip(*lens, strict=True)
+    drawn = step(
+        "",
+        lens_q,
+        kv_lens,
+        page_size=data.draw(st.integers(1, 20)),
+        causal=data.draw(st.booleans()),
+        window=data.draw(st.none() | st.tuples(bounds, bounds)),
+        kv_starts=data.draw(st.none() | st.tuples(*[st.integers(0, 60)] * len(lens))),
+        alibi=data.draw(st.booleans() | st.just("per-sequence")),
+        split_size=data.draw(st.none() | st.integers(1, 100)),
+    )
+    check_forward(drawn.call, partial(drawn.inputs, dtype), drawn.dense, slack=SLACK)
 
 
 @bounded

@@ -54,7 +54,8 @@ inline void check_cu_seqlens(const char* argument, const IntVector& cu, int64_t 
 inline void check_lengths(const AttentionParams& p, const AttentionArguments& a) {
   if (p.cu_seqlens_q) {
     check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.sequences, p.rows_q, "max_seqlen_q", a.max_seqlen_q);
-    check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_k, p.sequences, p.rows_k, "max_seqlen_k", a.max_seqlen_k);
+    if (p.cu_seqlens_k)
+      check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_k, p.sequences, p.rows_k, "max_seqlen_k", a.max_seqlen_k);
   }
   for (int64_t b = 0; p.q_lens && b < p.sequences; b++)
     check(p.q_lens[b] >= 0 && p.q_lens[b] <= p.seqlen_q, "q_lens[", b, "]: ", p.q_lens[b], ", wanted 0 to ",
@@ -111,7 +112,8 @@ inline std::vector<int64_t> scores_shape(const AttentionParams& p) {
 inline void check_operands(const AttentionArguments& a) {
   const Tensor &query = a.query, &key = a.key, &value = a.value;
   const bool paged = a.block_table.has_value();
-  const char *key_name = paged ? "key_pages" : "key", *value_name = paged ? "value_pages" : "value";
+  const bool named_pages = paged && !a.cu_seqlens_q;  // by attention_paged
+  const char *key_name = named_pages ? "key_pages" : "key", *value_name = named_pages ? "value_pages" : "value";
   std::pair<const char*, const Tensor*> operands[] = {{"query", &query}, {key_name, &key}, {value_name, &value}};
   for (auto [argument, x] : operands) {
     check(x->dim() == 4, argument, ": ", x->dim(), " dimensions, wanted 4");
@@ -136,26 +138,30 @@ inline void check_operands(const AttentionArguments& a) {
 // The sequences: dense, packed (varlen) or in pages.
 inline void set_sequences(AttentionParams& p, const AttentionArguments& a) {
   const bool varlen = a.cu_seqlens_q || a.cu_seqlens_k;
-  check(!(varlen && a.block_table), "block_table: given together with cu_seqlens, wanted one of them");
+  check(!(a.cu_seqlens_k && a.block_table), "block_table: given together with cu_seqlens_k, wanted one of them");
   p.sequences = a.query.size(0);
   p.seqlen_q = p.rows_q;
   p.seqlen_k = p.rows_k;
   if (varlen) {
-    check(a.cu_seqlens_q && a.cu_seqlens_k, "cu_seqlens_q, cu_seqlens_k: one of them is missing, wanted both");
+    check(a.cu_seqlens_q && (a.cu_seqlens_k || a.block_table),
+          "cu_seqlens_q, cu_seqlens_k: one of them is missing, wanted both");
     p.cu_seqlens_q = int_vector("cu_seqlens_q", *a.cu_seqlens_q, 1, a.query);
-    p.cu_seqlens_k = int_vector("cu_seqlens_k", *a.cu_seqlens_k, 1, a.query);
     check(a.cu_seqlens_q->numel() >= 1, "cu_seqlens_q: no elements, wanted the number of sequences + 1");
-    check_shape("cu_seqlens_k", *a.cu_seqlens_k, sizes(*a.cu_seqlens_q));
     check(a.query.size(0) == 1, "query: batch ", a.query.size(0), ", wanted 1 with cu_seqlens");
     check(a.max_seqlen_q >= 0, "max_seqlen_q: ", a.max_seqlen_q, ", wanted at least 0");
     check(a.max_seqlen_k >= 0, "max_seqlen_k: ", a.max_seqlen_k, ", wanted at least 0");
     p.sequences = a.cu_seqlens_q->numel() - 1;
     p.seqlen_q = std::min(a.max_seqlen_q, kUnbounded / 16);
     p.seqlen_k = std::min(a.max_seqlen_k, p.rows_k);
-  } else if (a.block_table) {
+  }
+  if (a.cu_seqlens_k) {
+    p.cu_seqlens_k = int_vector("cu_seqlens_k", *a.cu_seqlens_k, 1, a.query);
+    check_shape("cu_seqlens_k", *a.cu_seqlens_k, sizes(*a.cu_seqlens_q));
+  }
+  if (a.block_table) {
     p.block_table = int_vector("block_table", *a.block_table, 2, a.query);
-    check(a.block_table->size(0) == p.sequences, "block_table: ", a.block_table->size(0), " rows, wanted the batch, ",
-          p.sequences);
+    check(a.block_table->size(0) == p.sequences, "block_table: ", a.block_table->size(0),
+          varlen ? " rows, wanted the number of sequences, " : " rows, wanted the batch, ", p.sequences);
     check(a.kv_lens.has_value(), "kv_lens: missing, wanted with block_table");
     p.block_table_row = a.block_table->stride(0);
     p.page_size = a.key.size(2);
@@ -210,6 +216,8 @@ inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   p.split_size = a.split_size.value_or(default_split_size(p.seqlen_q));
   check(p.split_size > 0, "split_size: ", p.split_size, ", wanted at least 1");
   p.split_size = std::min(p.split_size, max<int64_t>(p.seqlen_k, 1));
+  p.decode_split_size =
+      std::min(a.split_size.value_or(default_split_size(kDecodeQueries)), max<int64_t>(p.seqlen_k, 1));
 
   check(a.dropout_p == 0, "dropout_p: ", a.dropout_p, " is not supported, wanted 0");
   if (a.alibi_slopes) p.alibi_slopes = head_vectors("alibi_slopes", *a.alibi_slopes, p.sequences, p.heads_q, a.query);
