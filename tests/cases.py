@@ -250,6 +250,7 @@ CASES = [
         kv_starts=(0, 70, 9),
     ),
     Case("query-lengths-mask", batch=2, rows=40, mask="float", q_lens=(33, 7), sinks=True),
+    Case("query-lengths-bias", batch=2, heads=(1, 1), rows=150, keys=200, dim=8, bias="float-2d", q_lens=(3, 150)),
     # Masks.
     Case("mask-bool", batch=2, mask="bool"),
     Case("mask-bool-2d", batch=2, rows=130, keys=140, dim=16, mask="bool-2d"),

@@ -375,7 +375,7 @@ template <class T> class Backward {
           pack_keys(t, w);
           for (int64_t q_tile = q_tiles.begin; q_tile < q_tiles.end; q_tile++) {
             const QueryTile q = query_tile(t, h, q_tile);
-            if (q.keys.count() <= 0) continue;
+            if (q.queries <= 0 || q.keys.count() <= 0) continue;
             pack_queries(t, q, w, all);
             multiply_scores(q, w);
             weigh_tile(t, q, w);
