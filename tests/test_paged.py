@@ -281,10 +281,9 @@ class Step:
     def dense(self, query, reordered=False, **inputs):
         results = []
         for b, rows in enumerate(query.split(self.lens_q)):
-            one = {
-                name: x[b : b + 1] if isinstance(x, torch.Tensor) and name != "sinks" else x
-                for name, x in inputs.items()
-            }
+            per_head = [name for name in ("alibi_slopes", "sinks") if name in inputs and inputs[name].dim() == 1]
+            each = [name for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in per_head]
+            one = inputs | {name: inputs[name][b : b + 1] for name in each}
             results.append(reference.attention(rows.transpose(0, 1)[None], **one, reordered=reordered))
         outs, lses = zip(*results, strict=True)
         return torch.cat([x[0].transpose(0, 1) for x in outs]), torch.cat([x[0] for x in lses], 1)
@@ -298,7 +297,7 @@ def step(name, lens_q, lens, *, page_size=16, **options):
 
 STEPS = [
     step("decode", (1, 1, 1), (40, 3, 17), causal=True),
-    step("speculative", (4, 4, 4), (40, 4, 17), causal=True, split_size=16),
+    step("speculative", (4, 4, 4), (40, 4, 17), causal=True, alibi=True, split_size=16),
     step("prefill", (20, 0, 33), (20, 0, 33), causal=True, page_size=7),
     step("chunked-prefill", (20, 18), (90, 150), causal=True, page_size=5),
     step("mixed", (1, 40, 0, 16, 17, 3), (70, 100, 5, 16, 60, 3), causal=True, split_size=32),
@@ -333,7 +332,8 @@ class TestVarlen:
             end = begin + count
             if 0 < count <= 16:
                 each = ("block_table", "kv_lens", "kv_starts", "alibi_slopes")
-                one = {name: x[b : b + 1] if name in each else x for name, x in rest.items()}
+                each = [name for name in each if name in rest and (name != "alibi_slopes" or rest[name].dim() == 2)]
+                one = rest | {name: rest[name][b : b + 1] for name in each}
                 out, lse = call(query=rows.transpose(0, 1)[None], **one)
                 assert_same_bits((found[0][begin:end], found[1][:, begin:end]), (out[0].transpose(0, 1), lse[0]))
             begin = end
