@@ -83,6 +83,8 @@ def attention(
             It counts in lse.
         q_offset: position of query 0 among the keys; kv_len - q_len if omitted, which aligns the last query with the
             last key (q_len is Sq without q_lens).
+            ``scaled_dot_product_attention(is_causal=True)`` aligns query 0 with key 0 instead. The two differ where
+            Sk > Sq, as in a static cache: pass kv_lens there, or q_offset=0 for the alignment of torch.
         kv_starts: [B], int32 or int64: keys and values before kv_starts[b], such as left padding, are hidden and not
             read. Positions do not change. The result is bitwise that of the keys from kv_starts[b] on alone. A sequence
             with kv_starts[b] >= kv_len sees no key.
