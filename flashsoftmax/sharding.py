@@ -42,12 +42,12 @@ def _attention(name: str) -> Callable[..., Any]:
         return Replicate()
 
     def by_batch(argument: str, shape: Any) -> Any:
-        per_head = argument in PER_HEAD and len(shape) == 1
+        per_head = argument in PER_HEAD and (shape is None or len(shape) == 1)
         return Replicate() if per_head or _is_broadcast(argument, shape, 0) else Shard(0)
 
     def by_heads(argument: str, shape: Any) -> Any:
         if argument in PER_HEAD:
-            return Shard(len(shape) - 1)
+            return Shard(0 if shape is None else len(shape) - 1)
         return Replicate() if argument in LENGTHS or _is_broadcast(argument, shape, 1) else Shard(1)
 
     def strategies(*args: Any) -> Any:

@@ -325,6 +325,23 @@ class TestVmap:
         self.check(function, (0, None, None, None, None, None), (q, k[0], v, *(x[0] for x in rest)))
         self.check(function, (None, 0, None, 0, None, None), (q[0], k, v, rest[0], *(x[0] for x in rest[1:])))
 
+    def test_bias_slopes_starts_and_query_lengths(self):
+        q, k, v = torch.randn(3, 2, 2, 5, 8), torch.randn(3, 2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+        rest = torch.rand(3, 2, 1, 5, 7) < 0.8, torch.randn(3, 1, 2, 5, 7), torch.rand(3, 2, 2)
+        rest += integers([0, 3], [1, 6], [7, 5]), integers([5, 3], [0, 1], [2, 5])
+
+        def function(q, k, v, mask, bias, slopes, starts, lens):
+            options = {"attn_bias": bias, "alibi_slopes": slopes, "kv_starts": starts, "q_lens": lens}
+            return attention(q, k, v, mask, **options, causal=True, return_lse=True)
+
+        self.check(function, (0, 0, None, 0, 0, 0, 0, 0), (q, k, v, *rest))
+        self.check(function, (0, None, None, *[None] * 5), (q, k[0], v, *(x[0] for x in rest)))
+        self.check(
+            function,
+            (0, 0, None, 0, None, None, 0, None),
+            (q, k, v, *(x[0] if n in (1, 2, 4) else x for n, x in enumerate(rest))),
+        )
+
     def test_float_masks_of_any_rank(self):
         q, k, v = torch.randn(3, 2, 2, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
         for shape in ((5, 7), (2, 1, 7), (2, 1, 5, 7)):
