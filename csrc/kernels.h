@@ -15,6 +15,21 @@ constexpr int64_t kMaxHeadDim = 256;
 // the bits of a row do not depend on batch, heads or threads.
 FLASHSOFTMAX_INLINE int64_t default_split_size(int64_t seqlen_q) { return max<int64_t>(1024, 16 * seqlen_q); }
 
+// In varlen over pages each sequence takes the kernel that its own length asks for, so a step of a server, with some
+// sequences in prefill and others in decode, is one call. Both kernels run, and each leaves out what the other takes.
+FLASHSOFTMAX_INLINE bool takes_both_kernels(const AttentionParams& p) {
+  return p.cu_seqlens_q && p.block_table && p.seqlen_q > kDecodeQueries;
+}
+FLASHSOFTMAX_INLINE AttentionParams decode_part(AttentionParams p) {
+  p.seqlen_q = p.most_q_len = kDecodeQueries;
+  p.split_size = p.decode_split_size;
+  return p;
+}
+FLASHSOFTMAX_INLINE AttentionParams tiled_part(AttentionParams p) {
+  p.least_q_len = kDecodeQueries + 1;
+  return p;
+}
+
 // Runs task(worker, index) for each index in [0, count), taken in order. Workers are numbered from 0 to workers - 1.
 struct Runner {
   int64_t workers;

@@ -33,12 +33,14 @@ struct IntVector {
   }
 };
 
-// A vector over the query heads, float or double as the statistics are; absent where data is null.
+// A vector over the query heads, or one per sequence; float or double as the statistics are. Absent where data is null.
 struct HeadVector {
   const void* data = nullptr;
-  int64_t stride = 0;
+  int64_t stride = 0, batch = 0;
 
-  template <class A> FLASHSOFTMAX_INLINE A at(int64_t h) const { return static_cast<const A*>(data)[h * stride]; }
+  template <class A> FLASHSOFTMAX_INLINE A at(int64_t h, int64_t b = 0) const {
+    return static_cast<const A*>(data)[b * batch + h * stride];
+  }
 };
 
 struct AttentionParams {
@@ -54,8 +56,10 @@ struct AttentionParams {
   int64_t seqlen_q, seqlen_k;  // of a sequence: in varlen of the longest, in paged what the block table can hold
   int64_t rows_q;              // of query, out and lse
   int64_t rows_k;              // of key and value
+  IntVector q_lens;            // [sequences], absent: seqlen_q. Not in varlen
   IntVector kv_lens;           // [sequences], absent: seqlen_k
-  IntVector cu_seqlens_q, cu_seqlens_k;  // [sequences + 1], varlen only
+  IntVector kv_starts;         // [sequences], absent: 0
+  IntVector cu_seqlens_q, cu_seqlens_k;  // [sequences + 1], varlen only; cu_seqlens_k not in pages
   IntVector block_table;                 // [sequences][block_table_row], paged only
   int64_t block_table_row = 0, page_size = 0, pages = 0;
 
@@ -64,28 +68,38 @@ struct AttentionParams {
   bool has_q_offset;
   int64_t q_offset;
   HeadVector alibi_slopes, sinks;
-  Tensor4 mask;  // broadcast by strides of 0; dim is the key. Absent where data is null
-  DType mask_dtype;
-  int64_t split_size;  // keys per split
+  // Broadcast by strides of 0; dim is the key. Absent where data is null
+  Tensor4 mask;  // bool
+  Tensor4 bias;
+  DType bias_dtype;
+  int64_t split_size;         // keys per split
+  int64_t decode_split_size;  // likewise, of sequences that take the decode kernel in a call for longer ones
+  // Sequences of fewer or more queries are left to another kernel.
+  int64_t least_q_len = 0, most_q_len = kUnbounded;
 
   FLASHSOFTMAX_INLINE int64_t group() const { return heads_q / heads_kv; }
   FLASHSOFTMAX_INLINE int64_t batch() const { return cu_seqlens_q ? 1 : sequences; }  // of query, out and lse
 
-  // Whether every score is scale * q.k: no softcap, ALiBi or mask. Any other score feature belongs here too.
-  FLASHSOFTMAX_INLINE bool plain_scores() const { return softcap == 0 && !alibi_slopes.data && !mask.data; }
+  // Whether scores or their visibility are looked up per element.
+  FLASHSOFTMAX_INLINE bool has_mask() const { return mask.data || bias.data; }
+  // Whether every score is scale * q.k: no softcap, ALiBi, bias or mask. Any other score feature belongs here too.
+  FLASHSOFTMAX_INLINE bool plain_scores() const { return softcap == 0 && !alibi_slopes.data && !has_mask(); }
   // Whether a kernel may take q.k for the score and leave the scale to the exponential: m is then in units of scale. A
   // scale this large or small, or not positive, is multiplied into every score instead.
   FLASHSOFTMAX_INLINE bool scale_in_exp() const { return plain_scores() && scale > 1e-30 && scale < 1e30; }
 };
 
-// The score of query head h.
-template <class A> FLASHSOFTMAX_INLINE Score<A> score_of(const AttentionParams& p, int64_t h) {
-  return {A(p.scale), A(p.softcap), p.alibi_slopes.data ? p.alibi_slopes.at<A>(h) : A(0)};
+// The score of query head h of sequence b.
+template <class A> FLASHSOFTMAX_INLINE Score<A> score_of(const AttentionParams& p, int64_t b, int64_t h) {
+  return {A(p.scale), A(p.softcap), p.alibi_slopes.data ? p.alibi_slopes.at<A>(h, b) : A(0)};
 }
 
-// Where one sequence lies in the tensors, and which keys its queries see.
+// Where one sequence lies in the tensors, and which keys its queries see. Keys are counted from the first one that is
+// filled, so the kernels never meet those before it.
 struct Sequence {
+  int64_t index;
   int64_t q_batch, q_row, q_len, k_batch, k_row;
+  int64_t first_key;  // key 0 is key first_key of mask, bias and pages
   Band band;
   // False if the lengths are impossible. The kernels check this because lengths in GPU memory are not checked earlier.
   // An invalid sequence has output NaN in its existing rows, and none of its keys is read.
@@ -93,27 +107,45 @@ struct Sequence {
 };
 
 FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
-  Sequence s{b, 0, p.seqlen_q, b, 0, {}, true};
+  Sequence s{b, b, 0, p.seqlen_q, b, 0, 0, {}, true};
   int64_t k_len = p.seqlen_k;
   if (p.cu_seqlens_q) {
-    const int64_t end = p.cu_seqlens_q[b + 1], k_end = p.cu_seqlens_k[b + 1];
+    const int64_t end = p.cu_seqlens_q[b + 1];
     s.q_batch = s.k_batch = 0;
     s.q_row = p.cu_seqlens_q[b];
     s.q_len = end - s.q_row;
-    s.k_row = p.cu_seqlens_k[b];
-    k_len = k_end - s.k_row;
-    s.valid = 0 <= s.q_row && s.q_row <= end && end <= p.rows_q && s.q_len <= p.seqlen_q && 0 <= s.k_row &&
-              s.k_row <= k_end && k_end <= p.rows_k;
+    s.valid = 0 <= s.q_row && s.q_row <= end && end <= p.rows_q && s.q_len <= p.seqlen_q;
+    if (p.cu_seqlens_k) {
+      const int64_t k_end = p.cu_seqlens_k[b + 1];
+      s.k_row = p.cu_seqlens_k[b];
+      k_len = k_end - s.k_row;
+      s.valid = s.valid && 0 <= s.k_row && s.k_row <= k_end && k_end <= p.rows_k;
+    }
     if (!s.valid) {
       s.q_row = min(max<int64_t>(s.q_row, 0), p.rows_q);
       s.q_len = min(max(end, s.q_row), p.rows_q) - s.q_row;
     }
   }
+  if (p.q_lens) {
+    s.q_len = p.q_lens[b];
+    s.valid = 0 <= s.q_len && s.q_len <= p.seqlen_q;
+  }
   const int64_t most = p.cu_seqlens_k ? k_len : p.seqlen_k;
   if (p.kv_lens) k_len = p.kv_lens[b];
-  s.valid = s.valid && 0 <= k_len && k_len <= most && most <= p.seqlen_k;
-  if (!s.valid) k_len = 0;
-  s.band = {p.has_q_offset ? p.q_offset : k_len - s.q_len, p.window, k_len};
+  const int64_t first_key = p.kv_starts ? p.kv_starts[b] : 0;
+  s.valid = s.valid && 0 <= k_len && k_len <= most && most <= p.seqlen_k && 0 <= first_key;
+  if (!s.valid) {
+    k_len = 0;
+    if (p.q_lens) s.q_len = p.seqlen_q;
+  }
+  if (s.q_len < p.least_q_len || s.q_len > p.most_q_len) {
+    s.q_len = k_len = 0;
+    s.valid = true;
+  }
+  s.first_key = min(max<int64_t>(first_key, 0), k_len);
+  s.k_row += s.first_key;
+  const int64_t q_offset = p.has_q_offset ? p.q_offset : k_len - s.q_len;
+  s.band = {q_offset - s.first_key, p.window, k_len - s.first_key};
   return s;
 }
 
@@ -122,7 +154,7 @@ struct AttentionBackwardParams {
   Tensor4 grad_out;  // absent where data is null
   Tensor4 grad_lse;  // [batch, heads_q, rows], float (double for f64); absent where data is null
   Tensor4 grad_query, grad_key, grad_value;
-  Tensor4 grad_mask;  // [batch, heads_q, rows, keys], float (double for f64), zeroed; absent where data is null
+  Tensor4 grad_bias;  // [batch, heads_q, rows, keys], float (double for f64), zeroed; absent where data is null
   void* grad_sinks;   // [heads_q], float (double for f64); may be null
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -22,6 +23,8 @@ def attention(
     attn_mask: Tensor | None = None,
     *,
     kv_lens: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    q_lens: Tensor | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -33,6 +36,8 @@ def attention(
     attn_mask: Tensor | None = None,
     *,
     kv_lens: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    q_lens: Tensor | None = None,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -44,12 +49,14 @@ def attention(
     attn_mask: Tensor | None = None,
     *,
     kv_lens: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    q_lens: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of each query over the keys that it sees.
 
-    The score of query i and key j is ``scale * q_i . k_j``; softcap, ALiBi and a float mask are applied in this order.
+    The score of query i and key j is ``scale * q_i . k_j``; softcap, ALiBi and the bias are applied in this order.
     Hidden keys have weight 0. A query that sees no key has output 0, lse -inf (with a sink: the sink) and gradients 0.
 
     Args:
@@ -60,16 +67,27 @@ def attention(
         attn_mask: broadcastable to [B, Hq, Sq, Sk]. Boolean: True lets attend. Floating: added to the scores; -inf
             hides. Or a ``torch.nn.attention.bias.CausalBias``, which costs no memory.
         kv_lens: [B], int32 or int64: keys and values from kv_lens[b] on are not read.
+        attn_bias: floating, broadcastable to [B, Hq, Sq, Sk], beside a bool attn_mask (or none): added to the scores,
+            and -inf hides. Each keeps its own broadcast axes, so a bias [1, Hq, Sq, Sk] and a mask [B, 1, 1, Sk] are
+            not expanded. A float attn_mask is such a bias itself: pass that or attn_bias, not both.
+        q_lens: [B], int32 or int64: queries from q_lens[b] on are padding. They are not read; their output is 0, their
+            lse -inf and their gradient 0. A right-padded batch is ``q_lens=lens, kv_lens=lens``.
         causal: hide the keys after the query: j > i + q_offset.
         window: (left, right): hide j < i + q_offset - left and j > i + q_offset + right. None is no bound, 0 is one: a
             window of (left, 0) sees left + 1 keys, the query's own included.
         scale: factor of q.k; 1 / sqrt(Dqk) if omitted.
         softcap: c > 0 turns a score s into ``c * tanh(s / c)``; None or 0 leaves it.
-        alibi_slopes: [Hq]: adds ``-slope * abs(i + q_offset - j)`` (Press et al., 2022, arXiv:2108.12409). No gradient.
+        alibi_slopes: [Hq] or, per sequence, [B, Hq]: adds ``-slope * abs(i + q_offset - j)`` (Press et al., 2022,
+            arXiv:2108.12409). No gradient.
         sinks: [Hq]: the score of one more key per head, whose value is 0 (after Xiao et al., 2023, arXiv:2309.17453).
             It counts in lse.
-        q_offset: position of query 0 among the keys; kv_len - Sq if omitted, which aligns the last query with the last
-            key.
+        q_offset: position of query 0 among the keys; kv_len - q_len if omitted, which aligns the last query with the
+            last key (q_len is Sq without q_lens).
+            ``scaled_dot_product_attention(is_causal=True)`` aligns query 0 with key 0 instead. The two differ where
+            Sk > Sq, as in a static cache: pass kv_lens there, or q_offset=0 for the alignment of torch.
+        kv_starts: [B], int32 or int64: keys and values before kv_starts[b], such as left padding, are hidden and not
+            read. Positions do not change. The result is bitwise that of the keys from kv_starts[b] on alone. A sequence
+            with kv_starts[b] >= kv_len sees no key.
         split_size: keys per split, rounded up to whole tiles. The bits of the result depend on it, but not on batch,
             heads or threads.
         return_lse: return (out, lse).
@@ -84,18 +102,27 @@ def attention(
         fit.
     """
     _check_tensors(query=query, key=key, value=value)
-    _check_optional_tensors(attn_mask=attn_mask, kv_lens=kv_lens)
+    _check_optional_tensors(
+        attn_mask=attn_mask,
+        attn_bias=attn_bias,
+        kv_lens=kv_lens,
+        kv_starts=options.get("kv_starts"),
+        q_lens=q_lens,
+    )
+    _warn_of_alignment(query, kv_lens, q_lens, options)
     if query.is_nested or key.is_nested or value.is_nested:
-        packed = nested.pack(query, key, value, attn_mask)
-        out, lse = _attend(*packed.operands, complete(query, options), kv_lens=kv_lens, **packed.lengths)
+        packed = nested.pack(query, key, value, attn_mask=attn_mask, attn_bias=attn_bias)
+        out, lse = _attend(*packed.operands, complete(query, options), kv_lens=kv_lens, q_lens=q_lens, **packed.lengths)
         out, lse = packed.unpack(out), packed.unpack(lse)
         return (out, lse) if return_lse else out
     if query.dim() == 4 and key.dim() == 4:
         shape = query.size(0), query.size(1), query.size(2), key.size(2)
         if isinstance(attn_mask, CausalBias):
             attn_mask, options = _causal_bias(attn_mask, shape, options)
-        attn_mask = _mask_of_scores(attn_mask, shape)
-    out, lse = _attend(query, key, value, complete(query, options), attn_mask=attn_mask, kv_lens=kv_lens)
+        attn_mask = _broadcastable("attn_mask", attn_mask, shape)
+        attn_bias = _broadcastable("attn_bias", attn_bias, shape)
+    masks = _by_kind(query, attn_mask, attn_bias)
+    out, lse = _attend(query, key, value, complete(query, options), **masks, kv_lens=kv_lens, q_lens=q_lens)
     return (out, lse) if return_lse else out
 
 
@@ -105,11 +132,12 @@ def attention_varlen(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
     max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_k: int | None = None,
     kv_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -119,11 +147,12 @@ def attention_varlen(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
     max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_k: int | None = None,
     kv_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -133,11 +162,12 @@ def attention_varlen(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
     max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_k: int | None = None,
     kv_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -146,16 +176,21 @@ def attention_varlen(
     The options are those of :func:`attention`, applied to each sequence by itself: positions count from its first query
     and its first key.
 
+    With a block_table the keys lie in pages, as in :func:`attention_paged`. One call then serves sequences in prefill,
+    chunks of prefill and sequences in decode. A sequence of up to 16 queries takes the decode kernel, whatever the
+    lengths of the others. Pages are not differentiable.
+
     Args:
         query: [Tq, Hq, Dqk], the rows of all sequences.
-        key: [Tk, Hkv, Dqk].
-        value: [Tk, Hkv, Dv].
+        key: [Tk, Hkv, Dqk]; in pages [pages, page_size, Hkv, Dqk].
+        value: [Tk, Hkv, Dv]; in pages [pages, page_size, Hkv, Dv].
         cu_seqlens_q: [sequences + 1], int32 or int64: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
             It starts with 0, does not fall, and ends with Tq.
-        cu_seqlens_k: likewise for key and value.
+        cu_seqlens_k: likewise for key and value. Omitted in pages, where kv_lens and block_table say where keys are.
         max_seqlen_q: at least the length of the longest sequence of queries. The result's bits may depend on it.
-        max_seqlen_k: at least the length of the longest sequence of keys.
+        max_seqlen_k: at least the length of the longest sequence of keys. Omitted in pages.
         kv_lens: [sequences]: how many keys of each sequence are read.
+        block_table: [sequences, n], as in :func:`attention_paged`; kv_lens is then required.
         return_lse: return (out, lse).
 
     Returns:
@@ -165,15 +200,17 @@ def attention_varlen(
         TypeError: an argument is of a type that it cannot have. ValueError: a shape, dtype, device or value does not
         fit.
     """
-    _check_tensors(query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    _check_optional_tensors(kv_lens=kv_lens)
-    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if length is None:
-            raise TypeError(f"{name}: None, wanted an int")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 3:
-            raise ValueError(f"{name}: {x.dim()} dimensions, wanted 3: [tokens, heads, head_dim]")
-    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    _check_tensors(query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q)
+    lengths = {"kv_lens": kv_lens, "kv_starts": options.get("kv_starts"), "block_table": block_table}
+    _check_optional_tensors(cu_seqlens_k=cu_seqlens_k, **lengths)
+    if max_seqlen_q is None or (max_seqlen_k is None and block_table is None):
+        raise TypeError(f"max_seqlen_{'q' if max_seqlen_q is None else 'k'}: None, wanted an int")
+    query = _packed("query", query)
+    if block_table is None:
+        _check_tensors(cu_seqlens_k=cu_seqlens_k)
+        key, value = (_packed(name, x) for name, x in (("key", key), ("value", value)))
+    else:
+        key, value = (_paged(name, x) for name, x in (("key", key), ("value", value)))
     out, lse = _attend(
         query,
         key,
@@ -183,7 +220,8 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=check_int("max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=check_int("max_seqlen_k", max_seqlen_k),
+        max_seqlen_k=0 if max_seqlen_k is None else check_int("max_seqlen_k", max_seqlen_k),
+        block_table=block_table,
     )
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -198,6 +236,8 @@ def attention_paged(
     kv_lens: Tensor,
     attn_mask: Tensor | None = None,
     *,
+    attn_bias: Tensor | None = None,
+    q_lens: Tensor | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -210,6 +250,8 @@ def attention_paged(
     kv_lens: Tensor,
     attn_mask: Tensor | None = None,
     *,
+    attn_bias: Tensor | None = None,
+    q_lens: Tensor | None = None,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -222,6 +264,8 @@ def attention_paged(
     kv_lens: Tensor,
     attn_mask: Tensor | None = None,
     *,
+    attn_bias: Tensor | None = None,
+    q_lens: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -234,10 +278,12 @@ def attention_paged(
         key_pages: [pages, page_size, Hkv, Dqk], any page size and strides.
         value_pages: [pages, page_size, Hkv, Dv].
         block_table: [B, n], int32 or int64: key j of sequence b is slot ``j % page_size`` of page
-            ``block_table[b, j // page_size]``. Entries of pages that no query sees, by kv_lens or by the window, may
-            hold anything.
+            ``block_table[b, j // page_size]``. Entries of pages that no query sees, by kv_lens, kv_starts or the
+            window, may hold anything.
         kv_lens: [B], int32 or int64: keys of each sequence.
         attn_mask: broadcastable to [B, Hq, Sq, n * page_size].
+        attn_bias: likewise, floating, beside a bool attn_mask.
+        q_lens: [B], as in :func:`attention`.
         return_lse: return (out, lse).
 
     Returns:
@@ -248,20 +294,23 @@ def attention_paged(
         not fit.
     """
     _check_tensors(query=query, key_pages=key_pages, value_pages=value_pages, block_table=block_table, kv_lens=kv_lens)
-    _check_optional_tensors(attn_mask=attn_mask)
-    for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
-        if x.dim() != 4:
-            raise ValueError(f"{name}: {x.dim()} dimensions, wanted 4: [pages, page_size, heads, head_dim]")
+    kv_starts = options.get("kv_starts")
+    _check_optional_tensors(attn_mask=attn_mask, attn_bias=attn_bias, kv_starts=kv_starts, q_lens=q_lens)
+    _warn_of_alignment(query, kv_lens, q_lens, options)
+    key, value = _paged("key_pages", key_pages), _paged("value_pages", value_pages)
     if query.dim() == 4 and block_table.dim() == 2:
         keys = block_table.size(1) * key_pages.size(1)
-        attn_mask = _mask_of_scores(attn_mask, (query.size(0), query.size(1), query.size(2), keys))
+        shape = query.size(0), query.size(1), query.size(2), keys
+        attn_mask = _broadcastable("attn_mask", attn_mask, shape)
+        attn_bias = _broadcastable("attn_bias", attn_bias, shape)
     out, lse = _attend(
         query,
-        key_pages.transpose(1, 2),
-        value_pages.transpose(1, 2),
+        key,
+        value,
         complete(query, options),
-        attn_mask=attn_mask,
+        **_by_kind(query, attn_mask, attn_bias),
         kv_lens=kv_lens,
+        q_lens=q_lens,
         block_table=block_table,
     )
     return (out, lse) if return_lse else out
@@ -307,6 +356,20 @@ def _attend(
     return ops.attention(query=query, key=key, value=value, **arguments, **options)
 
 
+def _packed(name: str, x: Tensor) -> Tensor:
+    """[tokens, heads, dim] in the operator's layout."""
+    if x.dim() != 3:
+        raise ValueError(f"{name}: {x.dim()} dimensions, wanted 3: [tokens, heads, head_dim]")
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _paged(name: str, x: Tensor) -> Tensor:
+    """[pages, page_size, heads, dim] in the operator's layout."""
+    if x.dim() != 4:
+        raise ValueError(f"{name}: {x.dim()} dimensions, wanted 4: [pages, page_size, heads, head_dim]")
+    return x.transpose(1, 2)
+
+
 def _states(name: str, states: object) -> list[Tensor]:
     if not isinstance(states, (Tensor, Sequence)) or (isinstance(states, Tensor) and states.dim() == 0):
         raise TypeError(f"{name}: {type(states).__name__}, wanted a sequence of Tensors or a Tensor of states")
@@ -326,17 +389,58 @@ def _causal_bias(bias: CausalBias, shape: tuple[int, ...], options: Options) -> 
     return visible, options
 
 
-def _mask_of_scores(attn_mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
-    if attn_mask is None:
+def _broadcastable(name: str, x: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
+    """A mask or a bias, with 4 dimensions."""
+    if x is None:
         return None
-    if _is_placeholder(attn_mask):
-        raise TypeError(f"attn_mask: {type(attn_mask).__name__}, wanted a Tensor whose memory holds the mask")
-    fits = attn_mask.dim() <= 4 and all(
-        have in (1, want) for have, want in zip(reversed(attn_mask.shape), reversed(shape), strict=False)
+    if _is_placeholder(x):
+        raise TypeError(f"{name}: {type(x).__name__}, wanted a Tensor whose memory holds the mask")
+    fits = x.dim() <= 4 and all(
+        have in (1, want) for have, want in zip(reversed(x.shape), reversed(shape), strict=False)
     )
     if not fits:
-        raise ValueError(f"attn_mask: shape {list(attn_mask.shape)}, wanted one broadcastable to {list(shape)}")
-    return attn_mask[(None,) * (4 - attn_mask.dim())]
+        raise ValueError(f"{name}: shape {list(x.shape)}, wanted one broadcastable to {list(shape)}")
+    return x[(None,) * (4 - x.dim())]
+
+
+def _by_kind(query: Tensor, attn_mask: Tensor | None, attn_bias: Tensor | None) -> dict[str, Tensor | None]:
+    """The operator's arguments: its attn_mask is bool; a float attn_mask is its attn_bias."""
+    floating = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for name, x, dtypes in (("attn_mask", attn_mask, (torch.bool, *floating)), ("attn_bias", attn_bias, floating)):
+        if x is None:
+            continue
+        if x.device != query.device:
+            raise ValueError(f"{name}: device {x.device}, wanted that of the other tensors, {query.device}")
+        if x.dtype not in dtypes:
+            wanted = "bool or a floating dtype" if name == "attn_mask" else "a floating dtype"
+            raise ValueError(f"{name}: dtype {str(x.dtype).removeprefix('torch.')}, wanted {wanted}")
+    if attn_mask is None or attn_mask.dtype == torch.bool:
+        return {"attn_mask": attn_mask, "attn_bias": attn_bias}
+    if attn_bias is not None:
+        raise ValueError(
+            "attn_bias: given together with a float attn_mask, wanted a bool attn_mask, or their sum as attn_mask"
+        )
+    return {"attn_bias": attn_mask}
+
+
+def _warn_of_alignment(query: Tensor, kv_lens: Tensor | None, q_lens: Tensor | None, options: Options) -> None:
+    """Warns of a band over fewer keys than queries: its alignment to the last key is seldom meant.
+
+    Only where the lengths can be read at once.
+    """
+    is_banded = options.get("causal") is True or options.get("window") is not None
+    if kv_lens is None or q_lens is not None or options.get("q_offset") is not None or not is_banded:
+        return
+    is_readable = type(kv_lens) is Tensor and kv_lens.is_cpu and type(query) is Tensor and query.dim() == 4
+    if torch.compiler.is_compiling() or not is_readable or torch._C._functorch.is_functorch_wrapped_tensor(kv_lens):
+        return
+    rows = query.size(2)
+    if rows > 1 and ((kv_lens > 0) & (kv_lens < rows)).any():
+        warnings.warn(
+            "kv_lens: a sequence has fewer keys than queries, and causal and window align its last query with its "
+            "last key. If the queries are padded too, pass q_lens; if query 0 is at key 0, pass q_offset=0.",
+            stacklevel=4,
+        )
 
 
 def _is_placeholder(x: Tensor) -> bool:

@@ -98,11 +98,11 @@ class Attention(Operator):
         if grad_out is None and grad_lse is None:
             return (None,) * len(wanted)
         values = ctx.non_tensors | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
-        values |= {"grad_out": grad_out, "grad_lse": grad_lse, "mask_grad": wanted["attn_mask"]}
+        values |= {"grad_out": grad_out, "grad_lse": grad_lse, "bias_grad": wanted["attn_bias"]}
         results = call(AttentionBackward, *(values[name] for name in ARGUMENTS["attention_backward"]))
-        grads = dict(zip(("query", "key", "value", "attn_mask", "sinks"), results, strict=True))
-        if wanted["attn_mask"]:
-            grads["attn_mask"] = grads["attn_mask"].to(values["attn_mask"].dtype)
+        grads = dict(zip(("query", "key", "value", "attn_bias", "sinks"), results, strict=True))
+        if wanted["attn_bias"]:
+            grads["attn_bias"] = grads["attn_bias"].to(values["attn_bias"].dtype)
         return tuple(grads[name] if want else None for name, want in wanted.items())
 
     vmap = staticmethod(batching.attention)

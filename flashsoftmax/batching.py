@@ -11,7 +11,9 @@ from torch import Tensor
 from .library import ARGUMENTS, OPERATORS, flattened
 
 Dims = Sequence[int | None]
-BATCHED = ("grad_out", "grad_lse", "query", "key", "value", "out", "lse", "lse_error", "attn_mask", "kv_lens")
+OF_SCORES = ("attn_mask", "attn_bias")
+PER_SEQUENCE = ("kv_lens", "kv_starts", "q_lens")
+BATCHED = ("grad_out", "grad_lse", "query", "key", "value", "out", "lse", "lse_error", *OF_SCORES, *PER_SEQUENCE)
 """Arguments whose first axis is the batch."""
 
 
@@ -29,18 +31,23 @@ def _fold(name: str, n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
     values = dict(zip(ARGUMENTS[name], args, strict=True))
     dims = dict(zip(ARGUMENTS[name], in_dims, strict=True))
     packed = any(values.get(x) is not None for x in ("cu_seqlens_q", "cu_seqlens_k", "block_table"))
-    per_sample = any(dims[x] is not None for x in dims if x not in BATCHED)
-    mask, batch = values["attn_mask"], _sample(values["query"], dims["query"]).size(0)
-    mask_is_broadcast = mask is not None and _sample(mask, dims["attn_mask"]).size(0) == 1 != batch
+    slopes, batched = values["alibi_slopes"], set(BATCHED)
+    if slopes is not None and _sample(slopes, dims["alibi_slopes"]).dim() == 2:
+        batched.add("alibi_slopes")
+    per_sample = any(dims[x] is not None for x in dims if x not in batched)
+    batch = _sample(values["query"], dims["query"]).size(0)
+    given = [x for x in OF_SCORES if values[x] is not None]
+    broadcast = [x for x in given if _sample(values[x], dims[x]).size(0) == 1 != batch]
     # These gradients are sums over the batch.
-    summed = "mask_grad" in values and (values["sinks"] is not None or (values["mask_grad"] and mask_is_broadcast))
+    summed = "bias_grad" in values and (
+        values["sinks"] is not None or (values["bias_grad"] and "attn_bias" in broadcast)
+    )
     if packed or per_sample or summed:
         return _run_per_sample(OPERATORS[name], n, in_dims, args)
-    folded = {x: _folded(value, dims[x], n) if x in BATCHED else value for x, value in values.items()}
-    if mask_is_broadcast:
-        if dims["attn_mask"] is not None:
-            mask = mask.movedim(dims["attn_mask"], 0).repeat_interleave(batch, 1).flatten(0, 1)
-        folded["attn_mask"] = mask
+    folded = {x: _folded(value, dims[x], n) if x in batched else value for x, value in values.items()}
+    for argument in broadcast:
+        x, dim = values[argument], dims[argument]
+        folded[argument] = x if dim is None else x.movedim(dim, 0).repeat_interleave(batch, 1).flatten(0, 1)
     return _unfolded(OPERATORS[name](*folded.values()), 0, n)
 
 

@@ -54,8 +54,8 @@ def _check_lengths(name: str, x: Tensor, dim: int, like: Tensor) -> None:
     _check_device(name, x, like)
 
 
-def _check_operands(query: Tensor, key: Tensor, value: Tensor, paged: bool) -> None:
-    key_name, value_name = ("key_pages", "value_pages") if paged else ("key", "value")
+def _check_operands(query: Tensor, key: Tensor, value: Tensor, paged: bool, varlen: bool) -> None:
+    key_name, value_name = ("key_pages", "value_pages") if paged and not varlen else ("key", "value")
     dtype = _name(query.dtype)
     for name, x in (("query", query), (key_name, key), (value_name, value)):
         _check(x.dim() == 4, f"{name}: {x.dim()} dimensions, wanted 4")
@@ -103,54 +103,58 @@ def _check_numbers(values: dict[str, Any], statistics: torch.dtype) -> None:
 def _check_attention(values: dict[str, Any]) -> None:
     query, key, value = values["query"], values["key"], values["value"]
     cu_q, cu_k, block_table = values["cu_seqlens_q"], values["cu_seqlens_k"], values.get("block_table")
-    kv_lens, attn_mask = values["kv_lens"], values["attn_mask"]
-    _check_operands(query, key, value, paged=block_table is not None)
+    kv_lens = values["kv_lens"]
+    _check_operands(query, key, value, paged=block_table is not None, varlen=cu_q is not None)
 
     varlen = cu_q is not None or cu_k is not None
     sequences, keys = query.size(0), key.size(2)
+    _check(cu_k is None or block_table is None, "block_table: given together with cu_seqlens_k, wanted one of them")
     if varlen:
-        _check(block_table is None, "block_table: given together with cu_seqlens, wanted one of them")
-        if cu_q is None or cu_k is None:
+        if cu_q is None or (cu_k is None and block_table is None):
             raise ValueError("cu_seqlens_q, cu_seqlens_k: one of them is missing, wanted both")
         _check_lengths("cu_seqlens_q", cu_q, 1, query)
-        _check_lengths("cu_seqlens_k", cu_k, 1, query)
         _check(cu_q.numel() >= 1, "cu_seqlens_q: no elements, wanted the number of sequences + 1")
-        _check_shape("cu_seqlens_k", cu_k, tuple(cu_q.shape))
         _check(query.size(0) == 1, f"query: batch {query.size(0)}, wanted 1 with cu_seqlens")
         for name in ("max_seqlen_q", "max_seqlen_k"):
             _check(values[name] >= 0, f"{name}: {values[name]}, wanted at least 0")
         sequences = cu_q.numel() - 1
-    elif block_table is not None:
+    if cu_k is not None:
+        _check_lengths("cu_seqlens_k", cu_k, 1, query)
+        _check_shape("cu_seqlens_k", cu_k, tuple(cu_q.shape))
+    if block_table is not None:
         _check_lengths("block_table", block_table, 2, query)
-        _check(
-            block_table.size(0) == sequences, f"block_table: {block_table.size(0)} rows, wanted the batch, {sequences}"
-        )
+        wanted = f"the number of sequences, {sequences}" if varlen else f"the batch, {sequences}"
+        _check(block_table.size(0) == sequences, f"block_table: {block_table.size(0)} rows, wanted {wanted}")
         _check(kv_lens is not None, "kv_lens: missing, wanted with block_table")
         columns, page_size = block_table.size(1), key.size(2)
         if type(columns) is int and type(page_size) is int:
             most = 2**60 // max(page_size, 1)
             _check(columns <= most, f"block_table: {columns} columns, wanted at most {most}")
         keys = columns * page_size
-    if kv_lens is not None:
-        _check_lengths("kv_lens", kv_lens, 1, query)
-        _check_shape("kv_lens", kv_lens, (sequences,))
+    _check(not (varlen and values["q_lens"] is not None), "q_lens: given together with cu_seqlens, wanted without")
+    for name in ("q_lens", "kv_lens", "kv_starts"):
+        if values[name] is not None:
+            _check_lengths(name, values[name], 1, query)
+            _check_shape(name, values[name], (sequences,))
 
     _check_numbers(values, _statistics(query))
     for name in PER_HEAD:
         if values[name] is not None:
-            _check_like(name, values[name], (query.size(1),), query, _statistics(query))
-    if attn_mask is not None:
-        _check(not varlen, "attn_mask: given together with cu_seqlens, wanted without")
+            per_sequence = name == "alibi_slopes" and values[name].dim() == 2
+            shape = (sequences, query.size(1)) if per_sequence else (query.size(1),)
+            _check_like(name, values[name], shape, query, _statistics(query))
+    for name, dtypes, wanted in (("attn_mask", (torch.bool,), "bool"), ("attn_bias", FLOATING, "a floating dtype")):
+        x = values[name]
+        if x is None:
+            continue
+        _check(not varlen, f"{name}: given together with cu_seqlens, wanted without")
         scores = [sequences, query.size(1), query.size(2), keys]
-        message = f"attn_mask: shape {[*attn_mask.shape]}, wanted one broadcastable to {scores}"
-        _check(attn_mask.dim() == 4, message)
-        for have, want in zip(attn_mask.shape, scores, strict=True):
+        message = f"{name}: shape {[*x.shape]}, wanted one broadcastable to {scores}"
+        _check(x.dim() == 4, message)
+        for have, want in zip(x.shape, scores, strict=True):
             _check(have == 1 or have == want, message)
-        _check_device("attn_mask", attn_mask, query)
-        supported = (torch.bool, *FLOATING)
-        _check(
-            attn_mask.dtype in supported, f"attn_mask: dtype {_name(attn_mask.dtype)}, wanted bool or a floating dtype"
-        )
+        _check_device(name, x, query)
+        _check(x.dtype in dtypes, f"{name}: dtype {_name(x.dtype)}, wanted {wanted}")
 
 
 def _empty_like_layout(like: Tensor, dims: int) -> Tensor:
@@ -188,12 +192,12 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     ):
         if values[name] is not None:
             _check_like(name, values[name], shape, query, dtype)
-    attn_mask, sinks = values["attn_mask"], values["sinks"]
-    if values["mask_grad"]:
-        _check(attn_mask is not None, "mask_grad: True without attn_mask, wanted False")
+    attn_bias, sinks = values["attn_bias"], values["sinks"]
+    if values["bias_grad"]:
+        _check(attn_bias is not None, "bias_grad: True without attn_bias, wanted False")
     return (
         *(_empty_like_layout(x, x.size(3)) for x in (query, key, value)),
-        lse.new_empty(attn_mask.shape if values["mask_grad"] else (0,)),
+        lse.new_empty(attn_bias.shape if values["bias_grad"] else (0,)),
         lse.new_empty(sinks.shape if sinks is not None else (0,)),
     )
 

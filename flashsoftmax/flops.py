@@ -37,7 +37,7 @@ def _pairs(values: dict[str, Any]) -> Any:
     if values.get("block_table") is not None:
         keys *= values["block_table"].size(1)
     cu_seqlens_q, cu_seqlens_k = values["cu_seqlens_q"], values["cu_seqlens_k"]
-    if cu_seqlens_q is None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:  # or in pages: all keys that the block table can hold
         return batch * heads * rows * keys
     if _is_readable(cu_seqlens_q) and _is_readable(cu_seqlens_k):
         return heads * int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()).sum())

@@ -25,10 +25,11 @@ class Packed:
         return nested.transpose(1, 2)
 
 
-def pack(query: Any, key: Any, value: Any, attn_mask: Tensor | None) -> Packed:  # NestedTensor is not public
+def pack(query: Any, key: Any, value: Any, **unwanted: Tensor | None) -> Packed:  # NestedTensor is not public
     """The variable-length layout of nested tensors [batch, heads, jagged, dim]."""
-    if attn_mask is not None:
-        raise ValueError("attn_mask: given together with nested tensors, wanted without")
+    for name, x in unwanted.items():
+        if x is not None:
+            raise ValueError(f"{name}: given together with nested tensors, wanted without")
     operands = {"query": query, "key": key, "value": value}
     for name, x in operands.items():
         if not x.is_nested:

@@ -13,7 +13,7 @@ __all__ = ["attention", "autocast", "autograd", "batching", "fake", "flops", "me
 
 
 def attention(**arguments: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the operator attention. Omitted arguments are None; max_seqlen_q and max_seqlen_k are 0."""
+    """(out, lse) of the operator attention. Omitted arguments are None, or 0 if None is not allowed."""
     out, lse, _ = attention_exact(**arguments)
     return out, lse
 
@@ -39,5 +39,5 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _listed(name: str, arguments: dict[str, Any]) -> list[Any]:
-    values = {"max_seqlen_q": 0, "max_seqlen_k": 0} | arguments
+    values = {"max_seqlen_q": 0, "max_seqlen_k": 0, "dropout_p": 0.0} | arguments
     return [values.get(x) for x in ARGUMENTS[name]]

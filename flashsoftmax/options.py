@@ -33,12 +33,13 @@ class Options(TypedDict, total=False):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     q_offset: SupportsIndex | None
+    kv_starts: Tensor | None
     split_size: SupportsIndex | None
 
 
 NAMES = tuple(Options.__annotations__)
 PER_HEAD = ("alibi_slopes", "sinks")
-"""Options that are a tensor [Hq]."""
+"""Options that are a tensor [Hq]; alibi_slopes may be [B, Hq]."""
 
 
 def entry_point(function: Function) -> Function:
@@ -80,6 +81,7 @@ def complete(query: Tensor, options: Options) -> dict[str, Any]:
         "window_left": left,
         "window_right": 0 if _check_bool("causal", options.get("causal", False)) else right,
         "q_offset": check_int("q_offset", options.get("q_offset")),
+        "kv_starts": options.get("kv_starts"),
         "split_size": check_int("split_size", options.get("split_size")),
     }
 

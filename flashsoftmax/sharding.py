@@ -11,10 +11,10 @@ import torch
 from .library import ARGUMENTS, OPERATORS, flattened
 from .options import PER_HEAD
 
-LENGTHS = ("kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_table")
+LENGTHS = ("kv_lens", "kv_starts", "q_lens", "cu_seqlens_q", "cu_seqlens_k", "block_table")
 RESULTS = {
     "attention": ("out", "lse", "lse_error"),
-    "attention_backward": ("query", "key", "value", "attn_mask", "sinks"),
+    "attention_backward": ("query", "key", "value", "attn_bias", "sinks"),
 }
 
 _is_registered = False
@@ -42,11 +42,12 @@ def _attention(name: str) -> Callable[..., Any]:
         return Replicate()
 
     def by_batch(argument: str, shape: Any) -> Any:
-        return Replicate() if argument in PER_HEAD or _is_broadcast(argument, shape, 0) else Shard(0)
+        per_head = argument in PER_HEAD and (shape is None or len(shape) == 1)
+        return Replicate() if per_head or _is_broadcast(argument, shape, 0) else Shard(0)
 
     def by_heads(argument: str, shape: Any) -> Any:
         if argument in PER_HEAD:
-            return Shard(0)
+            return Shard(0 if shape is None else len(shape) - 1)
         return Replicate() if argument in LENGTHS or _is_broadcast(argument, shape, 1) else Shard(1)
 
     def strategies(*args: Any) -> Any:
@@ -88,7 +89,7 @@ def _merge(states: int) -> Callable[..., Any]:
 
 
 def _is_broadcast(argument: str, shape: Any, axis: int) -> bool:
-    return argument == "attn_mask" and shape is not None and shape[axis] == 1
+    return argument in ("attn_mask", "attn_bias") and shape is not None and shape[axis] == 1
 
 
 register()

@@ -59,11 +59,14 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     scale: float | None = None
     softcap: float | None = None
-    alibi: bool = False
+    alibi: bool | str = False  # "per-sequence": slopes [batch, heads]
     sinks: bool = False
     mask: str | None = None  # see MASKS
+    bias: str | None = None  # attn_bias; a float one of MASKS
     q_offset: int | None = None
     kv_lens: tuple[int, ...] | None = None  # what lies beyond is NaN
+    kv_starts: tuple[int, ...] | None = None  # what lies before is NaN
+    q_lens: tuple[int, ...] | None = None  # what lies beyond is NaN
     split_size: int | None = None
     layout: str = "contiguous"  # of query, key and value; see LAYOUTS
     scores: str = "random"  # see SCORES
@@ -82,21 +85,37 @@ class Case:
         tensors = {"query": query, "key": key, "value": value}
         if self.mask:
             tensors["attn_mask"] = MASKS[self.mask](self.batch, query_heads, self.rows, self.keys)
+        if self.bias:
+            tensors["attn_bias"] = MASKS[self.bias](self.batch, query_heads, self.rows, self.keys)
         if self.alibi:
             tensors["alibi_slopes"] = 2.0 ** -torch.arange(1, query_heads + 1)
+        if self.alibi == "per-sequence":
+            tensors["alibi_slopes"] = tensors["alibi_slopes"] * torch.rand(self.batch, 1)
         if self.sinks:
             tensors["sinks"] = torch.randn(query_heads)
         if self.kv_lens:
             tensors["kv_lens"] = torch.tensor(self.kv_lens)
-            for x in (key, value):
-                for sequence, length in zip(x, self.kv_lens, strict=True):
-                    sequence[:, length:] = NAN
-            if is_real(mask := tensors.get("attn_mask")) and mask.shape[0] == self.batch:
-                for rows, length in zip(mask, self.kv_lens, strict=True):
-                    rows[..., length:] = NAN
+        if self.kv_starts:
+            tensors["kv_starts"] = torch.tensor(self.kv_starts)
+        if self.q_lens:
+            tensors["q_lens"] = torch.tensor(self.q_lens)
+            for sequence, length in zip(query, self.q_lens, strict=True):
+                sequence[:, length:] = NAN
+        for b, (start, end) in enumerate(self.filled()):
+            padded = [key, value]
+            for mask in (tensors.get("attn_mask"), tensors.get("attn_bias")):
+                if is_real(mask) and mask.dim() == 4 and mask.shape[0] == self.batch:
+                    padded.append(mask.transpose(2, 3))
+            for x in padded:
+                x[b, :, :start] = x[b, :, end:] = NAN
         tensors = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()}
         tensors |= {name: LAYOUTS[self.layout](tensors[name]) for name in ("query", "key", "value")}
         return tensors | options
+
+    def filled(self) -> list[tuple[int, int]]:
+        """The keys [start, end) of each sequence that exist."""
+        starts, ends = self.kv_starts or (0,) * self.batch, self.kv_lens or (self.keys,) * self.batch
+        return list(zip(starts, ends, strict=True))
 
     def call(self, attention: Callable) -> Callable:
         return lambda **inputs: attention(**inputs, split_size=self.split_size, return_lse=True)
@@ -144,6 +163,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Tensor]] = {
     "bool-all": lambda b, h, m, n: torch.ones(1, 1, 1, n, dtype=torch.bool).expand(b, h, m, n),
     "bool-transposed": lambda b, h, m, n: hides_blocks(h, n, m).mT,
     "float": lambda b, h, m, n: torch.randn(b, h, m, n),
+    "float-heads": lambda b, h, m, n: torch.randn(1, h, m, n),
     "float-2d": lambda b, h, m, n: torch.randn(m, n),
     "float-3d": lambda b, h, m, n: torch.randn(h, m, 1),
     "float-keys": lambda b, h, m, n: 3 * torch.randn(b, 1, 1, n),
@@ -198,6 +218,39 @@ CASES = [
     Case("lengths", batch=5, keys=70, kv_lens=(0, 1, 33, 65, 70)),
     Case("lengths-causal", batch=5, heads=(4, 2), rows=40, keys=70, causal=True, kv_lens=(70, 0, 39, 41, 1)),
     Case("lengths-window-offset", batch=3, rows=20, keys=90, window=(30, 2), q_offset=40, kv_lens=(90, 45, 30)),
+    Case("starts", batch=4, heads=(4, 2), rows=40, keys=140, kv_starts=(0, 1, 70, 133)),
+    Case("starts-causal", batch=4, rows=70, keys=90, causal=True, kv_starts=(0, 33, 64, 90), sinks=True),
+    Case(
+        "starts-lengths-window",
+        batch=4,
+        rows=20,
+        keys=300,
+        dim=16,
+        window=(70, 2),
+        kv_starts=(3, 200, 17, 250),
+        kv_lens=(300, 260, 16, 300),
+    ),
+    Case("starts-mask-bool", batch=2, rows=40, keys=140, mask="bool", kv_starts=(5, 60)),
+    Case("starts-mask-float-alibi", batch=2, mask="float", alibi=True, kv_starts=(9, 40), kv_lens=(70, 66)),
+    Case("starts-mask-float-2d", batch=3, rows=70, keys=300, dim=16, mask="float-2d", kv_starts=(0, 129, 40)),
+    Case("starts-mask-float-keys", batch=2, rows=20, keys=200, dim=16, mask="float-keys", kv_starts=(100, 3)),
+    Case("query-lengths", batch=4, heads=(4, 2), rows=70, q_lens=(0, 1, 65, 70), sinks=True),
+    Case("right-padded", batch=4, rows=70, keys=70, causal=True, q_lens=(0, 5, 66, 70), kv_lens=(0, 5, 66, 70)),
+    Case(
+        "query-lengths-cache",
+        batch=3,
+        heads=(4, 2),
+        rows=40,
+        keys=200,
+        dim=16,
+        window=(60, 0),
+        alibi=True,
+        q_lens=(40, 17, 3),
+        kv_lens=(200, 90, 60),
+        kv_starts=(0, 70, 9),
+    ),
+    Case("query-lengths-mask", batch=2, rows=40, mask="float", q_lens=(33, 7), sinks=True),
+    Case("query-lengths-bias", batch=2, heads=(1, 1), rows=150, keys=200, dim=8, bias="float-2d", q_lens=(3, 150)),
     # Masks.
     Case("mask-bool", batch=2, mask="bool"),
     Case("mask-bool-2d", batch=2, rows=130, keys=140, dim=16, mask="bool-2d"),
@@ -212,6 +265,10 @@ CASES = [
     Case("mask-float-keys", batch=2, mask="float-keys"),
     Case("mask-float-scalar", batch=2, mask="float-scalar"),
     Case("mask-float-hides", batch=2, rows=70, keys=140, mask="float-hides"),
+    Case("bias", batch=2, bias="float-heads"),
+    Case("bias-mask-bool", batch=3, heads=(4, 2), mask="bool-keys", bias="float-heads", causal=True),
+    Case("bias-hides-mask-bool", batch=2, rows=70, keys=140, mask="bool-heads", bias="float-hides", softcap=3.0),
+    Case("bias-scalar-mask-rows", mask="bool-rows", bias="float-scalar", alibi=True, sinks=True),
     # Scores.
     Case("scale-1", dim=16, scale=1.0),
     Case("scale-negative", scale=-0.2, causal=True),
@@ -221,6 +278,7 @@ CASES = [
     Case("softcap-mask-float", softcap=1.5, mask="float"),
     Case("softcap-scores-large", softcap=20.0, scores="large"),
     Case("alibi", heads=(4, 2), alibi=True),
+    Case("alibi-per-sequence", batch=3, heads=(4, 2), alibi="per-sequence", causal=True),
     Case("alibi-causal-offset", heads=(4, 4), alibi=True, causal=True, q_offset=7),
     Case("alibi-lengths", batch=3, heads=(3, 1), alibi=True, kv_lens=(72, 40, 3)),
     Case("sinks", batch=2, heads=(4, 2), sinks=True),
@@ -258,6 +316,22 @@ CASES = [
         kv_lens=(2, 1026, 1100),
         split_size=256,
     ),
+    Case(
+        "decode-starts",
+        batch=4,
+        heads=(6, 2),
+        rows=3,
+        keys=2100,
+        dim=8,
+        causal=True,
+        kv_starts=(0, 1000, 2095, 7),
+        kv_lens=(2100, 1500, 2100, 7),
+        split_size=256,
+    ),
+    Case("decode-alibi-per-sequence", batch=3, heads=(4, 2), rows=3, keys=600, dim=8, alibi="per-sequence"),
+    Case("decode-bias-mask", batch=2, heads=(4, 2), rows=3, keys=600, dim=8, mask="bool-keys", bias="float-heads"),
+    Case("decode-query-lengths", batch=4, rows=5, keys=600, dim=8, causal=True, q_lens=(0, 1, 3, 5), split_size=128),
+    Case("decode-starts-mask", batch=2, rows=2, keys=600, dim=8, mask="float", kv_starts=(300, 5), split_size=128),
     Case("decode-sinks", heads=(6, 3), rows=2, keys=2100, dim=16, sinks=True, split_size=1024),
     Case("decode-alibi-softcap", heads=(4, 2), rows=3, keys=1100, alibi=True, softcap=3.0, split_size=64),
     Case("decode-mask-bool", batch=2, rows=4, keys=1100, dim=16, mask="bool", split_size=256),

@@ -16,7 +16,7 @@ def is_real(x) -> bool:
 
 
 def differentiable(inputs: dict) -> list[str]:
-    return [name for name in ("query", "key", "value", "attn_mask", "sinks") if is_real(inputs.get(name))]
+    return [name for name in ("query", "key", "value", "attn_mask", "attn_bias", "sinks") if is_real(inputs.get(name))]
 
 
 def cast(inputs: dict, dtype: torch.dtype) -> dict:

@@ -21,7 +21,7 @@ def attention(kind: str = "dense", layout: str = "contiguous", **options) -> dic
     )
     values = dict.fromkeys(ARGUMENTS["attention"])
     values |= {"query": query, "key": key, "value": value}
-    values |= {"max_seqlen_q": 5, "max_seqlen_k": 9, "scale": 0.3, "softcap": 0.0}
+    values |= {"max_seqlen_q": 5, "max_seqlen_k": 9, "scale": 0.3, "softcap": 0.0, "dropout_p": 0.0}
     if kind == "varlen":
         values |= {"cu_seqlens_q": integers(0, 5, 9), "cu_seqlens_k": integers(0, 4, 9)}
     if kind == "paged":
@@ -38,7 +38,6 @@ def attention_backward(
     lse_error: Tensor | None = None,
 ) -> dict:
     """Arguments of attention_backward, after a forward of these."""
-    mask = forward["attn_mask"]
     values = forward | {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse, "lse_error": lse_error}
-    values |= {"mask_grad": mask is not None and mask.is_floating_point()}
+    values |= {"bias_grad": forward["attn_bias"] is not None}
     return {name: values[name] for name in ARGUMENTS["attention_backward"]}

@@ -115,6 +115,21 @@ def test_bands_whose_corners_lie_at_the_edges_of_tiles(window, q_offset):
     assert_close(call(**inputs), reference.attention(**inputs))
 
 
+@pytest.mark.parametrize("rows", [3, 40], ids=["decode", "tiled"])
+def test_padded_queries_give_nothing_to_a_large_sink(rows, dtype, device):
+    """Their lse is -inf: taken for that of a row, e^(sink - lse) would be infinite. Their upstream gradient is not read."""
+    inputs = Case("", rows=rows, sinks=True, q_lens=(2,)).inputs(dtype, device) | {"sinks": torch.full((2,), 200.0)}
+    inputs["sinks"] = inputs["sinks"].to(device)
+    call = Case("").call(attention)
+    grads = random_gradients(call, inputs)
+    expected = gradients(call, inputs, grads, [*WRT, "sinks"])
+    for x in grads:
+        x[:, :, 2:] = torch.nan
+    found = gradients(call, inputs, grads, [*WRT, "sinks"])
+    assert all(x.isfinite().all() for x in found)
+    assert_same_bits(found, expected)
+
+
 class TestUpstreamGradient:
     """Of any strides, for which it costs nothing to be right."""
 

@@ -29,7 +29,9 @@ def refused(call, valid, change, name, *words):
         on_meta(call, valid | change, message)
 
 
-VALUES = r"(kv_lens|cu_seqlens_[qk]|block_table)(\[|: ends)|max_seqlen_[qk]: \d+, wanted at least [1-9]"
+VALUES = (
+    r"(q_lens|kv_lens|kv_starts|cu_seqlens_[qk]|block_table)(\[|: ends)|max_seqlen_[qk]: \d+, wanted at least [1-9]"
+)
 
 
 def on_meta(call, arguments, message):
@@ -85,6 +87,12 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"attn_mask": rand(4, 7)}, "attn_mask", "4", "5"),
     ({"attn_mask": rand(2, 2, 5, 7)}, "attn_mask", "2", "4"),
     ({"attn_mask": rand(3, 1, 5, 7)}, "attn_mask", "3", "2"),
+    ({"attn_bias": 1.0}, "attn_bias", "float"),
+    ({"attn_bias": rand(5, 7) > 0}, "attn_bias", "bool", "floating"),
+    ({"attn_bias": rand(5, 6)}, "attn_bias", "6", "7"),
+    ({"attn_bias": rand(5, 7), "attn_mask": rand(5, 7)}, "attn_bias", "attn_mask", "bool"),
+    ({"attn_mask": (rand(5, 7) > 0).to("meta")}, "attn_mask", "meta", "cpu"),
+    ({"attn_bias": rand(5, 7).to("meta")}, "attn_bias", "meta", "cpu"),
     # Options.
     ({"window": 3}, "window", "3"),
     ({"window": (1,)}, "window", "1"),
@@ -120,7 +128,8 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"split_size": 1.5}, "split_size", "1.5"),
     ({"alibi_slopes": [1.0] * 4}, "alibi_slopes", "list"),
     ({"alibi_slopes": rand(2)}, "alibi_slopes", "2", "4"),
-    ({"alibi_slopes": rand(2, 4)}, "alibi_slopes", "[2, 4]"),
+    ({"alibi_slopes": rand(3, 4)}, "alibi_slopes", "[3, 4]", "[2, 4]"),
+    ({"alibi_slopes": rand(1, 2, 4)}, "alibi_slopes", "[1, 2, 4]", "[4]"),
     ({"alibi_slopes": torch.ones(4).long()}, "alibi_slopes", "int64"),
     ({"alibi_slopes": rand(4).requires_grad_()}, "alibi_slopes", "gradient"),
     ({"sinks": 0.0}, "sinks", "float"),
@@ -135,6 +144,15 @@ HALF = {name: x.half() for name, x in VALID.items()}
     ({"kv_lens": torch.tensor([7.0, 7.0])}, "kv_lens", "float32", "int32"),
     ({"kv_lens": integers(7, 8)}, "kv_lens", "8", "7"),
     ({"kv_lens": integers(-1, 7)}, "kv_lens", "-1"),
+    ({"q_lens": [5, 5]}, "q_lens", "list"),
+    ({"q_lens": integers(5)}, "q_lens", "1", "2"),
+    ({"q_lens": torch.tensor([5.0, 5.0])}, "q_lens", "float32", "int32"),
+    ({"q_lens": integers(5, 6)}, "q_lens", "6", "5"),
+    ({"q_lens": integers(-1, 5)}, "q_lens", "-1", "0"),
+    ({"kv_starts": [0, 0]}, "kv_starts", "list"),
+    ({"kv_starts": integers(0)}, "kv_starts", "1", "2"),
+    ({"kv_starts": torch.tensor([0.0, 0.0])}, "kv_starts", "float32", "int32"),
+    ({"kv_starts": integers(0, -1)}, "kv_starts", "-1", "0"),
     # Devices.
     ({"key": VALID["key"].to("meta")}, "key", "meta", "cpu"),
     ({"kv_lens": integers(7, 7).to("meta")}, "kv_lens", "meta", "cpu"),
@@ -196,12 +214,42 @@ VARLEN = {
     ({"max_seqlen_k": 12.0}, "max_seqlen_k", "12.0"),
     ({"kv_lens": integers(12, 9, 10)}, "kv_lens", "9", "8"),
     ({"kv_lens": integers(12, 8, -1)}, "kv_lens", "-1"),
+    ({"kv_starts": integers(0, 0)}, "kv_starts", "2", "3"),
+    ({"kv_starts": integers(0, -1, 0)}, "kv_starts", "-1"),
     ({"kv_lens": integers(12, 8)}, "kv_lens", "2", "3"),
     ({"sinks": rand(5)}, "sinks", "5", "4"),
     ({"window": (-1, -1)}, "window", "-1", "None"),
 )
 def test_varlen(change, words):
     refused(attention_varlen, VARLEN, change, *words)
+
+
+STEP = {
+    "query": rand(8, 4, 8),
+    "key": rand(6, 4, 2, 8),
+    "value": rand(6, 4, 2, 6),
+    "cu_seqlens_q": integers(0, 5, 8),
+    "max_seqlen_q": 5,
+    "block_table": integers([5, 1, 2], [0, 3, -1]),
+    "kv_lens": integers(12, 7),
+}
+
+
+@table(
+    ({"key": rand(24, 2, 8)}, "key", "3", "4"),
+    ({"value": rand(7, 4, 2, 6)}, "value", "7", "6"),
+    ({"query": rand(1, 4, 8, 8)}, "query", "4", "3"),
+    ({"cu_seqlens_k": integers(0, 4, 8)}, "block_table", "cu_seqlens_k"),
+    ({"cu_seqlens_q": integers(0, 5, 9)}, "cu_seqlens_q", "9", "8"),
+    ({"cu_seqlens_q": integers(0, 8)}, "block_table", "2", "1"),
+    ({"max_seqlen_q": 4}, "max_seqlen_q", "4", "5"),
+    ({"kv_lens": None}, "kv_lens", "missing"),
+    ({"kv_lens": integers(13, 7)}, "kv_lens", "13", "12"),
+    ({"kv_lens": integers(12, 9)}, "block_table", "-1"),
+    ({"block_table": None}, "max_seqlen_k", "None"),
+)
+def test_varlen_in_pages(change, words):
+    refused(attention_varlen, STEP, change, *words)
 
 
 PAGED = {
@@ -237,6 +285,7 @@ PAGED = {
     ({"block_table": integers([0], [0]).expand(2, 2**61)}, "block_table", str(2**61)),
     ({"kv_lens": integers(12, 7, 7)}, "kv_lens", "3", "2"),
     ({"attn_mask": rand(3, 11)}, "attn_mask", "11", "12"),
+    ({"attn_bias": rand(3, 11)}, "attn_bias", "11", "12"),
 )
 def test_paged(change, words):
     refused(attention_paged, PAGED, change, *words)
@@ -282,7 +331,7 @@ BAD_TENSORS = {
     "transposed": lambda x: x.transpose(0, -1),
     "meta": lambda x: x.to("meta"),
     "sparse": lambda x: x.to_sparse(),
-    "negative": lambda x: -1 - x.float().to(x.dtype),
+    "negative": lambda x: ~x if x.dtype == torch.bool else -1 - x.float().to(x.dtype),
     "huge": lambda x: x.long() * 10**12 + 10**15 if not x.is_floating_point() else x * 1e30,
     "list": lambda x: [x],
 }
@@ -305,10 +354,16 @@ BAD_NUMBERS = [
 
 KINDS = {
     "dense": lambda: operators.attention(
-        attn_mask=rand(2, 4, 5, 9), alibi_slopes=rand(4), sinks=rand(4), kv_lens=integers(9, 3)
+        attn_mask=rand(2, 1, 5, 9) > 0,
+        attn_bias=rand(2, 4, 5, 9),
+        alibi_slopes=rand(4),
+        sinks=rand(4),
+        kv_lens=integers(9, 3),
+        kv_starts=integers(2, 0),
+        q_lens=integers(5, 3),
     ),
-    "varlen": lambda: operators.attention("varlen", kv_lens=integers(4, 3)),
-    "paged": lambda: operators.attention("paged", attn_mask=rand(2, 4, 5, 9)),
+    "varlen": lambda: operators.attention("varlen", alibi_slopes=rand(2, 4), kv_lens=integers(4, 3)),
+    "paged": lambda: operators.attention("paged", attn_bias=rand(2, 4, 5, 9)),
 }
 
 
@@ -373,16 +428,23 @@ class TestOperators:
             ("dense", "kv_lens", integers(-1, 3)),
             ("dense", "split_size", 0),
             ("dense", "window_left", -1),
-            ("dense", "attn_mask", rand(1, 2, 5, 9)),
+            ("dense", "attn_mask", rand(1, 4, 5, 9)),
+            ("dense", "attn_bias", rand(1, 2, 5, 9)),
+            ("dense", "attn_bias", rand(2, 4, 5, 9).long()),
+            ("dense", "dropout_p", 0.5),
             ("varlen", "cu_seqlens_q", integers(0, 12, 9)),
             ("varlen", "cu_seqlens_q", integers(3, 5, 9)),
             ("varlen", "cu_seqlens_k", integers(0, 4, 10)),
             ("varlen", "cu_seqlens_k", None),
+            ("varlen", "block_table", integers([0, 0], [0, 0])),
+            ("paged", "cu_seqlens_k", integers(0, 4, 9)),
             ("varlen", "max_seqlen_q", 4),
             ("varlen", "max_seqlen_k", 4),
             ("varlen", "kv_lens", integers(4, 6)),
+            ("varlen", "q_lens", integers(5, 4)),
             ("varlen", "query", rand(2, 4, 9, 8)),
-            ("varlen", "attn_mask", rand(1, 4, 9, 9)),
+            ("varlen", "attn_mask", rand(1, 4, 9, 9) > 0),
+            ("varlen", "attn_bias", rand(1, 4, 9, 9)),
             ("paged", "block_table", integers([2, 0, 4], [1, 2, -1])),
             ("paged", "block_table", integers([2, 0, -1], [1, 2, -1])),
             ("paged", "kv_lens", integers(10, 5)),

@@ -1,6 +1,7 @@
 """Output and log-sum-exp against dense FP64 attention, and answers known without computing them."""
 
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -90,9 +91,53 @@ class TestVisibleKeys:
         assert self.seen(2, 6, kv_lens=torch.tensor([3])) == [[0, 1, 2]] * 2
         assert self.seen(2, 6, kv_lens=torch.tensor([3]), causal=True) == [[0, 1], [0, 1, 2]]
 
+    def test_q_lens_move_the_band(self):
+        lens = torch.tensor([2])
+        assert self.seen(4, 4, kv_lens=lens, q_lens=lens, causal=True) == [[0], [0, 1], [], []]
+
+    def test_kv_starts_move_nothing(self):
+        starts = torch.tensor([1])
+        assert self.seen(2, 4, kv_starts=starts) == [[1, 2, 3]] * 2
+        assert self.seen(2, 4, kv_starts=starts, window=(2, 0)) == [[1, 2], [1, 2, 3]]
+
     def test_true_in_the_mask_means_attend(self):
         mask = torch.tensor([[True, False, True], [False, True, False]])
         assert self.seen(2, 3, attn_mask=mask) == [[0, 2], [1]]
+
+
+class TestAlignmentWarning:
+    """A band over fewer keys than queries aligns the last query with the last key: seldom what is meant."""
+
+    q, k = torch.randn(2, 1, 5, 4), torch.randn(2, 1, 8, 4)
+    lens = torch.tensor([8, 3])
+
+    def warnings(self, rows=5, **options):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            attention(self.q[:, :, :rows], self.k, self.k, **{"kv_lens": self.lens, "causal": True} | options)
+        return found
+
+    def test_names_both_remedies_and_the_caller(self):
+        (found,) = self.warnings()
+        assert "q_lens" in str(found.message) and "q_offset=0" in str(found.message)
+        assert found.filename == __file__
+        assert self.warnings(causal=False, window=(None, 0))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"q_offset": 0},
+            {"q_lens": torch.tensor([5, 3])},
+            {"kv_lens": torch.tensor([8, 5])},
+            {"kv_lens": torch.tensor([8, 0])},
+            {"kv_lens": None},
+            {"causal": False},
+            {"rows": 1},
+        ],
+        ids=str,
+    )
+    def test_is_not_given(self, options):
+        assert not self.warnings(**options)
 
 
 def test_a_query_head_reads_the_key_head_of_its_group():

@@ -5,6 +5,7 @@ The rest of the tests runs there too: each that takes `device`.
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -120,6 +121,44 @@ class TestLengthsOnTheGPU:
         monkeypatch.setenv("FLASHSOFTMAX_CHECK", "1")
         with pytest.raises(ValueError, match="kv_lens"):
             attention(q, k, v, kv_lens=lens)
+
+    @pytest.mark.parametrize("rows", [1, 40])
+    @pytest.mark.parametrize("name", ["kv_starts", "q_lens"])
+    @pytest.mark.parametrize("bad", [-1, -(2**40)])
+    def test_starts_and_query_lengths(self, rows, name, bad, device, monkeypatch):
+        q, k, v = inputs(rows=rows, device=device)
+        lens = {name: torch.tensor([1, bad], device=device)}
+        out, lse = attention(q, k, v, **lens, return_lse=True)
+        assert_same_bits(out[:1], attention(q[:1], k[:1], v[:1], **{name: lens[name][:1]}))
+        assert out[1].isnan().all()
+        assert lse[1].isnan().all()
+        monkeypatch.setenv("FLASHSOFTMAX_CHECK", "1")
+        with pytest.raises(ValueError, match=name):
+            attention(q, k, v, **lens)
+
+    @pytest.mark.parametrize("bad", [41, 2**40])
+    def test_more_queries_than_there_are(self, bad, device):
+        q, k, v = inputs(rows=40, device=device)
+        out = attention(q, k, v, q_lens=torch.tensor([40, bad], device=device))
+        assert out[0].isfinite().all()
+        assert out[1].isnan().all()
+
+    def test_a_step_over_pages(self, device):
+        """The sequences with a bad length or page are NaN, whichever kernel takes them; the others are as they were."""
+        lens_q = (1, 1, 20, 20, 1, 20)
+        query = torch.randn(sum(lens_q), 4, 64, device=device)
+        pages = torch.randn(2, 8, 16, 2, 64, device=device)
+        table = torch.tensor([[0, 1, 2]] * 6, device=device)
+        cu = torch.tensor([0, *accumulate(lens_q)], device=device)
+        arguments = {"cu_seqlens_q": cu, "max_seqlen_q": 20, "causal": True}
+        lens = torch.full((6,), 40, device=device)
+        expected = attention_varlen(query, *pages, block_table=table, kv_lens=lens, **arguments).split(lens_q)
+        lens[1], lens[2], table[4, 1], table[5, 2] = -1, 49, 8, -1
+        found = attention_varlen(query, *pages, block_table=table, kv_lens=lens, **arguments).split(lens_q)
+        for b in (0, 3):
+            assert_same_bits(found[b], expected[b])
+        for b in (1, 2, 4, 5):
+            assert found[b].isnan().all()
 
     def test_page_ids(self, device, monkeypatch):
         q = torch.randn(2, 4, 1, 64, device=device)

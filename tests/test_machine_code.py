@@ -57,7 +57,7 @@ def launches(request):
             q = torch.randn(1, 2, rows, request.param, dtype=dtype)
             k = torch.randn(1, 2, 40, request.param, dtype=dtype)
             values = dict.fromkeys(ARGUMENTS["attention"]) | {"query": q, "key": k, "value": k}
-            values |= {"max_seqlen_q": rows, "max_seqlen_k": 40, "scale": 0.1, "softcap": 0.0}
+            values |= {"max_seqlen_q": rows, "max_seqlen_k": 40, "scale": 0.1, "softcap": 0.0, "dropout_p": 0.0}
             with interpreter.session() as run:
                 out, lse, lse_error = operators.attention(**values)
                 operators.attention_backward(**attention_backward(values, out, None, out, lse, lse_error))
@@ -90,7 +90,7 @@ def test_decode_reads_the_cache_once():
     q, k, v = torch.randn(1, 8, 1, 128), *torch.randn(2, 1, 1, 1000, 128)
     q, k, v = (x.reshape(1, -1, x.shape[-2], 128).bfloat16() for x in (q, k, v))
     values = dict.fromkeys(ARGUMENTS["attention"]) | {"query": q, "key": k, "value": v, "split_size": 256}
-    values |= {"max_seqlen_q": 1, "max_seqlen_k": 1000, "scale": 0.1, "softcap": 0.0}
+    values |= {"max_seqlen_q": 1, "max_seqlen_k": 1000, "scale": 0.1, "softcap": 0.0, "dropout_p": 0.0}
     with interpreter.session() as run:
         interpreter.operators().attention(**values)
     split, *_ = run.launches

@@ -6,25 +6,29 @@ from functools import partial
 import pytest
 import torch
 
+import reference
 from cases import NAN, Case
 from checks import assert_same_bits, check_forward, is_real
-from flashsoftmax import attention, attention_paged
+from flashsoftmax import attention, attention_paged, attention_varlen
+from test_varlen import offsets
 
 
 def paged(inputs, lens, page_size, *, unused=-1, spare=2):
     """The same keys and values in shuffled pages. Unused slots are NaN, unused table entries `unused`."""
     batch, heads, keys, _ = inputs["key"].shape
-    used = [-(-length // page_size) for length in lens]
+    starts = inputs.get("kv_starts", torch.zeros(batch, dtype=torch.int64)).tolist()
+    firsts = [min(start, length) // page_size for start, length in zip(starts, lens, strict=True)]
+    used = [-(-length // page_size) - first for length, first in zip(lens, firsts, strict=True)]
     order = torch.randperm(sum(used) + spare)[: sum(used)]
     table = torch.full((batch, -(-keys // page_size)), unused)
-    for row, ids in zip(table, order.split(used), strict=True):
-        row[: len(ids)] = ids
+    for row, first, ids in zip(table, firsts, order.split(used), strict=True):
+        row[first : first + len(ids)] = ids
     pages = {}
     for name in ("key", "value"):
         x = inputs[name]
         pool = x.new_full((sum(used) + spare, page_size, heads, x.shape[3]), NAN)
-        for sequence, row, length in zip(x, table, lens, strict=True):
-            for j in range(length):
+        for sequence, row, start, length in zip(x, table, starts, lens, strict=True):
+            for j in range(start, length):
                 pool[row[j // page_size], j % page_size] = sequence[:, j]
         pages[f"{name}_pages"] = pool
     device = inputs["query"].device
@@ -88,6 +92,10 @@ PAGES = [
         split_size=32,
     ),
     pages("mask-float", 16, (60, 33), rows=2, mask="float-hides"),
+    pages("starts", 7, (90, 41, 30), rows=3, kv_starts=(20, 41, 1), causal=True, split_size=16),
+    pages("bias-mask", 16, (60, 33), rows=2, mask="bool-keys", bias="float-heads"),
+    pages("query-lengths", 7, (90, 41, 30), rows=3, q_lens=(3, 1, 0), causal=True, split_size=16),
+    pages("starts-splits", 64, (2300, 1100), rows=1, dim=16, kv_starts=(1030, 5), split_size=1024),
     pages("tiled", 16, (70, 3, 40), rows=20, causal=True),
     pages("tiled", 3, (70, 71), rows=40, window=(30, 5)),
     pages("tiled", 64, (150, 130), rows=70, causal=True, heads=(2, 2), dim=72),
@@ -106,6 +114,8 @@ PAGES = [
         q_offset=40,
     ),
     pages("tiled-mask", 16, (60, 33), rows=20, mask="bool"),
+    pages("tiled-query-lengths", 7, (90, 41, 30), rows=40, q_lens=(1, 17, 40), causal=True),
+    pages("tiled-starts", 7, (150, 80), rows=40, mask="bool", kv_starts=(71, 6), window=(50, None)),
 ]
 EACH = pytest.mark.parametrize("pages", PAGES, ids=lambda pages: pages.id)
 
@@ -243,3 +253,104 @@ def test_inputs_are_not_written(dtype):
     call(**arguments)
     assert all(is_real(x) or x.dtype in (torch.int64, torch.bool) for x in before.values())
     assert_same_bits({name: arguments[name] for name in before}, before)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of attention_varlen over pages: sequences of any number of queries, as a server has them in one step."""
+
+    id: str
+    lens_q: tuple[int, ...]
+    case: Case  # its kv_lens are those of the sequences; its rows are not used
+    page_size: int = 16
+
+    def inputs(self, dtype, device="cpu"):
+        inputs = self.case.inputs(dtype, device)
+        query = torch.randn(sum(self.lens_q), self.case.heads[0], self.case.dim)
+        return inputs | {"query": query.to(device, dtype)}
+
+    def arguments(self, inputs):
+        pages = paged(inputs, self.case.kv_lens, self.page_size)
+        pages["key"], pages["value"] = pages.pop("key_pages"), pages.pop("value_pages")
+        lengths = {"cu_seqlens_q": offsets(self.lens_q).to(inputs["query"].device), "max_seqlen_q": max(self.lens_q)}
+        return inputs | pages | lengths | {"split_size": self.case.split_size}
+
+    def call(self, **inputs):
+        return attention_varlen(**self.arguments(inputs), return_lse=True)
+
+    def dense(self, query, reordered=False, **inputs):
+        results = []
+        for b, rows in enumerate(query.split(self.lens_q)):
+            per_head = [name for name in ("alibi_slopes", "sinks") if name in inputs and inputs[name].dim() == 1]
+            each = [name for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in per_head]
+            one = inputs | {name: inputs[name][b : b + 1] for name in each}
+            results.append(reference.attention(rows.transpose(0, 1)[None], **one, reordered=reordered))
+        outs, lses = zip(*results, strict=True)
+        return torch.cat([x[0].transpose(0, 1) for x in outs]), torch.cat([x[0] for x in lses], 1)
+
+
+def step(name, lens_q, lens, *, page_size=16, **options):
+    sizes = {"batch": len(lens), "heads": (4, 2), "rows": 1, "dim": 32, "value_dim": 24}
+    keys = -(-max(lens) // page_size) * page_size
+    return Step(name, lens_q, Case(name, keys=keys, kv_lens=lens, **sizes | options), page_size)
+
+
+STEPS = [
+    step("decode", (1, 1, 1), (40, 3, 17), causal=True),
+    step("speculative", (4, 4, 4), (40, 4, 17), causal=True, alibi=True, split_size=16),
+    step("prefill", (20, 0, 33), (20, 0, 33), causal=True, page_size=7),
+    step("chunked-prefill", (20, 18), (90, 150), causal=True, page_size=5),
+    step("mixed", (1, 40, 0, 16, 17, 3), (70, 100, 5, 16, 60, 3), causal=True, split_size=32),
+    step("mixed-splits", (30, 1), (30, 2500), causal=True, dim=8, value_dim=8, heads=(2, 1)),
+    step(
+        "mixed-all",
+        (2, 30, 5),
+        (90, 61, 80),
+        window=(40, 0),
+        softcap=3.0,
+        alibi="per-sequence",
+        sinks=True,
+        kv_starts=(33, 7, 80),
+        page_size=7,
+    ),
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.id)
+class TestVarlen:
+    def test_forward(self, step, dtype, device):
+        check_forward(step.call, partial(step.inputs, dtype, device), step.dense)
+
+    def test_a_short_sequence_has_the_bits_of_its_own_decode_call(self, step, dtype, device):
+        inputs = step.inputs(dtype, device)
+        arguments = step.arguments(inputs)
+        found = attention_varlen(**arguments, return_lse=True)
+        rest = {name: x for name, x in arguments.items() if name not in ("query", "cu_seqlens_q", "max_seqlen_q")}
+        rest["key_pages"], rest["value_pages"] = rest.pop("key"), rest.pop("value")
+        begin = 0
+        for b, (rows, count) in enumerate(zip(arguments["query"].split(step.lens_q), step.lens_q, strict=True)):
+            end = begin + count
+            if 0 < count <= 16:
+                each = ("block_table", "kv_lens", "kv_starts", "alibi_slopes")
+                each = [name for name in each if name in rest and (name != "alibi_slopes" or rest[name].dim() == 2)]
+                one = rest | {name: rest[name][b : b + 1] for name in each}
+                out, lse = call(query=rows.transpose(0, 1)[None], **one)
+                assert_same_bits((found[0][begin:end], found[1][:, begin:end]), (out[0].transpose(0, 1), lse[0]))
+            begin = end
+
+
+def test_a_step_reads_only_what_its_queries_see(dtype, device):
+    """Pages before the window and beyond kv_lens may be anything; other sequences' NaN stays theirs."""
+    mixed = step("", (1, 40), (150, 100), causal=True, window=(50, 0))
+    inputs = mixed.inputs(dtype, device)
+    arguments = mixed.arguments(inputs)
+    expected = attention_varlen(**arguments)
+    arguments["block_table"][0, :6] = 10**6
+    assert_same_bits(attention_varlen(**arguments), expected)
+
+
+def test_a_step_is_not_differentiated_and_says_so():
+    arguments = STEPS[4].arguments(STEPS[4].inputs(torch.float32))
+    arguments["query"].requires_grad_()
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)paged"):
+        attention_varlen(**arguments).sum().backward()

@@ -17,7 +17,7 @@ from cases import LAYOUTS, MASKS, Case
 from checks import check_backward, check_forward
 from flashsoftmax import attention, merge
 from test_merge import dense as dense_merge
-from test_paged import Pages
+from test_paged import Pages, step
 from test_varlen import Sequences, dense
 from test_varlen import call as varlen
 
@@ -44,12 +44,15 @@ bounds = st.none() | st.integers(0, 60)
 def cases(draw):
     group, key_heads = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     batch = draw(st.integers(1, 3))
-    keys = draw(st.integers(1, 150))
+    keys, rows = draw(st.integers(1, 150)), draw(st.integers(1, 80))
+    mask = draw(st.none() | st.sampled_from(sorted(MASKS)))
+    biases = [name for name in MASKS if name.startswith("float")]
+    with_bias = mask is None or mask.startswith("bool")
     return Case(
         "",
         batch=batch,
         heads=(group * key_heads, key_heads),
-        rows=draw(st.integers(1, 80)),
+        rows=rows,
         keys=keys,
         dim=draw(st.integers(1, 40)),
         value_dim=draw(st.integers(1, 40)),
@@ -57,11 +60,14 @@ def cases(draw):
         window=draw(st.none() | st.tuples(bounds, bounds)),
         scale=draw(st.none() | st.floats(-1, 1)),
         softcap=draw(st.none() | st.floats(0.5, 30)),
-        alibi=draw(st.booleans()),
+        alibi=draw(st.booleans() | st.just("per-sequence")),
         sinks=draw(st.booleans()),
-        mask=draw(st.none() | st.sampled_from(sorted(MASKS))),
+        mask=mask,
+        bias=draw(st.none() | st.sampled_from(biases)) if with_bias else None,
         q_offset=draw(st.none() | st.integers(-100, 200)),
         kv_lens=draw(st.none() | st.tuples(*[st.integers(0, keys)] * batch)),
+        q_lens=draw(st.none() | st.tuples(*[st.integers(0, rows)] * batch)),
+        kv_starts=draw(st.none() | st.tuples(*[st.integers(0, keys + 5)] * batch)),
         split_size=draw(st.none() | st.integers(1, 200)),
         layout=draw(st.sampled_from(sorted(LAYOUTS))),
         scores=draw(st.sampled_from(["random", "large"])),
@@ -83,8 +89,27 @@ def test_backward(case, dtype):
 @bounded
 @given(cases(), st.integers(1, 20), DTYPES)
 def test_paged(case, page_size, dtype):
-    pages = Pages(page_size, replace(case, kv_lens=case.kv_lens or (case.keys,) * case.batch, mask=None))
+    pages = Pages(page_size, replace(case, kv_lens=case.kv_lens or (case.keys,) * case.batch, mask=None, bias=None))
     check_forward(pages.call, partial(pages.case.inputs, dtype), slack=SLACK)
+
+
+@bounded
+@given(st.data(), DTYPES)
+def test_varlen_in_pages(data, dtype):
+    lens = data.draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5))
+    lens_q, kv_lens = zip(*lens, strict=True)
+    drawn = step(
+        "",
+        lens_q,
+        kv_lens,
+        page_size=data.draw(st.integers(1, 20)),
+        causal=data.draw(st.booleans()),
+        window=data.draw(st.none() | st.tuples(bounds, bounds)),
+        kv_starts=data.draw(st.none() | st.tuples(*[st.integers(0, 60)] * len(lens))),
+        alibi=data.draw(st.booleans() | st.just("per-sequence")),
+        split_size=data.draw(st.none() | st.integers(1, 100)),
+    )
+    check_forward(drawn.call, partial(drawn.inputs, dtype), drawn.dense, slack=SLACK)
 
 
 @bounded
@@ -105,7 +130,7 @@ def test_varlen(data, dtype):
         dim=16,
         value_dim=8,
         options=tuple(options.items()),
-        alibi=data.draw(st.booleans()),
+        alibi=data.draw(st.booleans() | st.just("per-sequence")),
         sinks=data.draw(st.booleans()),
         kv_lens=kv_lens,
         layout=data.draw(st.sampled_from(sorted(LAYOUTS))),

@@ -27,8 +27,11 @@ SAMPLES = {
     "dim-not-last": lambda: operators.attention(layout="dim-not-last"),
     "band": lambda: operators.attention(window_left=3, window_right=0, q_offset=2, split_size=4, softcap=2.0),
     "bool-mask": lambda: operators.attention(attn_mask=torch.rand(2, 4, 5, 9) < 0.7),
-    "float-mask": lambda: operators.attention(attn_mask=torch.randn(2, 4, 5, 9), sinks=torch.randn(4)),
-    "lengths": lambda: operators.attention(kv_lens=integers(9, 4), alibi_slopes=torch.rand(4)),
+    "bias-and-mask": lambda: operators.attention(
+        attn_mask=torch.rand(2, 1, 1, 9) < 0.7, attn_bias=torch.randn(1, 4, 5, 9)
+    ),
+    "bias": lambda: operators.attention(attn_bias=torch.randn(2, 4, 5, 9), sinks=torch.randn(4)),
+    "lengths": lambda: operators.attention(kv_lens=integers(9, 4), alibi_slopes=torch.rand(2, 4)),
     "varlen": lambda: operators.attention("varlen"),
     "paged": lambda: operators.attention("paged"),
 }
@@ -321,6 +324,23 @@ class TestVmap:
         self.check(function, (0, 0, None, 0, 0, 0), (q, k, v, *rest))
         self.check(function, (0, None, None, None, None, None), (q, k[0], v, *(x[0] for x in rest)))
         self.check(function, (None, 0, None, 0, None, None), (q[0], k, v, rest[0], *(x[0] for x in rest[1:])))
+
+    def test_bias_slopes_starts_and_query_lengths(self):
+        q, k, v = torch.randn(3, 2, 2, 5, 8), torch.randn(3, 2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+        rest = torch.rand(3, 2, 1, 5, 7) < 0.8, torch.randn(3, 1, 2, 5, 7), torch.rand(3, 2, 2)
+        rest += integers([0, 3], [1, 6], [7, 5]), integers([5, 3], [0, 1], [2, 5])
+
+        def function(q, k, v, mask, bias, slopes, starts, lens):
+            options = {"attn_bias": bias, "alibi_slopes": slopes, "kv_starts": starts, "q_lens": lens}
+            return attention(q, k, v, mask, **options, causal=True, return_lse=True)
+
+        self.check(function, (0, 0, None, 0, 0, 0, 0, 0), (q, k, v, *rest))
+        self.check(function, (0, None, None, *[None] * 5), (q, k[0], v, *(x[0] for x in rest)))
+        self.check(
+            function,
+            (0, 0, None, 0, None, None, 0, None),
+            (q, k, v, *(x[0] if n in (1, 2, 4) else x for n, x in enumerate(rest))),
+        )
 
     def test_float_masks_of_any_rank(self):
         q, k, v = torch.randn(3, 2, 2, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)

@@ -122,6 +122,22 @@ def test_of_the_length_that_kv_lens_says(dtype, device):
     assert_same_bits(call(**inputs), call(**cut))
 
 
+@ROWS
+def test_of_the_padding_before_kv_starts(rows, dtype, device):
+    """A sequence in a left-padded cache has the bits of the sequence alone; the padding has gradient 0."""
+    inputs = make(rows, dtype, device, batch=1, keys=330)
+    grads = random_gradients(call, inputs)
+    padded = inputs | {"kv_starts": torch.tensor([270], device=device)}
+    padded |= {
+        name: torch.nn.functional.pad(inputs[name], (0, 0, 270, 0), value=torch.nan) for name in ("key", "value")
+    }
+    after = everything(padded, grads)
+    for i in (3, 4):
+        assert not after[i][:, :, :270].any()
+        after[i] = after[i][:, :, 270:]
+    assert_same_bits(after, everything(inputs, grads))
+
+
 @pytest.mark.parametrize("max_seqlen_q", [4, 60], ids=["decode", "tiled"])
 def test_of_the_other_sequences(max_seqlen_q, dtype, device):
     lens_q, lens_k = torch.tensor([3, 1, 4, 2]) * max_seqlen_q // 4, torch.tensor([90, 700, 41, 0])

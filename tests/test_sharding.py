@@ -49,6 +49,27 @@ def run(rank: int, store: str) -> None:
         assert_close([x.full_tensor() for x in found], list(expected))
         assert_close([x.grad.full_tensor() for x in placed], [x.grad for x in tensors])
 
+    # A mask and a bias that are broadcast differently; slopes, starts and lengths per sequence.
+    def call_more(q, k, v, mask, bias, slopes, kv_starts, q_lens):
+        options = {"alibi_slopes": slopes, "kv_starts": kv_starts, "q_lens": q_lens}
+        return attention(q, k, v, mask, attn_bias=bias, **options).square().sum()
+
+    more = [torch.rand(4, 1, 1, 9) < 0.8, torch.randn(1, 8, 5, 9, requires_grad=True), torch.rand(4, 8)]
+    more += [torch.tensor([0, 4, 9, 1]), torch.tensor([5, 2, 3, 0])]
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    call_more(*leaves, *more).backward()
+    for axis, places in (
+        (Shard(0), (Shard(0), Replicate(), Shard(0), Shard(0))),
+        (Shard(1), (Replicate(), Shard(1), Shard(1), Replicate())),
+    ):
+        placed = [place(x, axis) for x in leaves]
+        others = [place(x, p) for x, p in zip(more, (*places, places[3]), strict=True)]
+        with CommDebugMode() as communication:
+            call_more(*placed, *others).backward()
+        assert communication.get_total_counts() == 0
+        assert_close([x.grad.full_tensor() for x in placed], [x.grad for x in leaves])
+        assert_close(others[1].grad.full_tensor(), more[1].grad)
+
     # A mask for all heads: each rank has it whole, and a part of its gradient.
     mask = torch.randn(4, 1, 5, 9, requires_grad=True)
     call(*tensors[:3], mask, tensors[4], *rest)[2].backward()

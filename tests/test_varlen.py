@@ -28,9 +28,10 @@ class Sequences:
     dim: int = 32
     value_dim: int = 24
     options: tuple[tuple[str, object], ...] = ()
-    alibi: bool = False
+    alibi: bool | str = False  # "per-sequence": slopes [sequences, heads]
     sinks: bool = False
     kv_lens: tuple[int, ...] | None = None  # what lies beyond is NaN
+    kv_starts: tuple[int, ...] | None = None  # what lies before is NaN
     layout: str = "contiguous"
 
     def inputs(self, dtype, device="cpu"):
@@ -42,6 +43,8 @@ class Sequences:
         }
         if self.alibi:
             tensors["alibi_slopes"] = 2.0 ** -torch.arange(1, query_heads + 1)
+        if self.alibi == "per-sequence":
+            tensors["alibi_slopes"] = tensors["alibi_slopes"] * torch.rand(len(self.lens_q), 1)
         if self.sinks:
             tensors["sinks"] = torch.randn(query_heads)
         tensors |= {"cu_seqlens_q": offsets(self.lens_q), "cu_seqlens_k": offsets(self.lens_k)}
@@ -50,6 +53,11 @@ class Sequences:
             for end, whole, used in zip(tensors["cu_seqlens_k"][1:], self.lens_k, self.kv_lens, strict=True):
                 for name in ("key", "value"):
                     tensors[name][:, :, end - whole + used : end] = NAN
+        if self.kv_starts:
+            tensors["kv_starts"] = torch.tensor(self.kv_starts)
+            for begin, start in zip(tensors["cu_seqlens_k"], self.kv_starts, strict=False):
+                for name in ("key", "value"):
+                    tensors[name][:, :, begin : begin + start] = NAN
         tensors = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()}
         tensors |= {name: layout(tensors[name]).squeeze(0).transpose(0, 1) for name in WRT}
         lengths = {"max_seqlen_q": max(self.lens_q, default=0), "max_seqlen_k": max(self.lens_k, default=0)}
@@ -66,6 +74,7 @@ def dense(
     max_seqlen_q,
     max_seqlen_k,
     kv_lens=None,
+    kv_starts=None,
     split_size=None,
     **options,
 ):
@@ -73,8 +82,11 @@ def dense(
     for i in range(len(cu_seqlens_q) - 1):
         q, k = (slice(cu[i], cu[i + 1]) for cu in (cu_seqlens_q, cu_seqlens_k))
         lens = {} if kv_lens is None else {"kv_lens": kv_lens[i : i + 1]}
+        if options.get("alibi_slopes") is not None and options["alibi_slopes"].dim() == 2:
+            lens["alibi_slopes"] = options["alibi_slopes"][i : i + 1]
+        lens |= {} if kv_starts is None else {"kv_starts": kv_starts[i : i + 1]}
         out, lse = reference.attention(
-            *(x.transpose(0, 1)[None] for x in (query[q], key[k], value[k])), **options, **lens
+            *(x.transpose(0, 1)[None] for x in (query[q], key[k], value[k])), **options | lens
         )
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
@@ -108,6 +120,9 @@ SEQUENCES = [
         options=options(causal=True, softcap=2.0, scale=0.4),
     ),
     Sequences("lengths", (50, 3, 2, 4), (50, 40, 30, 4), options=options(causal=True), kv_lens=(33, 40, 0, 3)),
+    Sequences("starts", (50, 3, 20), (50, 40, 30), options=options(causal=True), kv_starts=(7, 20, 30)),
+    Sequences("decode-starts", (1, 2, 16), (300, 200, 70), kv_starts=(129, 0, 69), options=options(split_size=32)),
+    Sequences("alibi-per-sequence", (50, 3, 2), (50, 40, 3), alibi="per-sequence"),
     Sequences("lengths-1-and-3", (3, 3), (3, 3), dim=64, kv_lens=(1, 3)),
     Sequences(
         "one-of-qkv",

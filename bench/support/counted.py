@@ -53,7 +53,7 @@ def count(shape: Shape, dtype: str) -> list[dict[str, Any]]:
     query, key, value, _ = shape.inputs(DTYPES[dtype], "cpu")
     arguments = dict.fromkeys(ARGUMENTS["attention"]) | {"query": query, "key": key, "value": value}
     arguments |= {"max_seqlen_q": shape.queries, "max_seqlen_k": shape.keys}
-    arguments |= {"scale": 1 / math.sqrt(shape.dim), "softcap": 0.0}
+    arguments |= {"scale": 1 / math.sqrt(shape.dim), "softcap": 0.0, "dropout_p": 0.0}
     arguments |= {"window_left": shape.window, "window_right": 0 if shape.causal else None}
     with interpreter.session() as run:
         operators.attention(**arguments)

@@ -36,11 +36,11 @@ template <class T> class Backward {
   const int64_t query_tiles = ceil_div(seqlen_q, tile_queries);
   const int64_t key_tiles = max<int64_t>(1, ceil_div(p.seqlen_k, tile_keys));
   const bool plain_scores = p.plain_scores();
-  // Whether an element of attn_mask stands for several scores, so that its gradient is a sum.
-  const bool mask_is_broadcast =
-      params.grad_mask.data &&
-      ((params.grad_mask.batch == 0 && p.sequences > 1) || (params.grad_mask.head == 0 && p.heads_q > 1) ||
-       (params.grad_mask.row == 0 && p.rows_q > 1) || (params.grad_mask.dim == 0 && p.seqlen_k > 1));
+  // Whether an element of the bias stands for several scores, so that its gradient is a sum.
+  const bool bias_is_broadcast =
+      params.grad_bias.data &&
+      ((params.grad_bias.batch == 0 && p.sequences > 1) || (params.grad_bias.head == 0 && p.heads_q > 1) ||
+       (params.grad_bias.row == 0 && p.rows_q > 1) || (params.grad_bias.dim == 0 && p.seqlen_k > 1));
 
   // Queries, output gradients, keys and values are packed for each product they are in: as rows or (transposed) columns
   // where it sums along head_dim, across the rows where it sums over queries or keys.
@@ -69,7 +69,7 @@ template <class T> class Backward {
     A* delta = arena.take<A>(tile_queries);               // [tile_queries]
     A* mask = arena.take<A>(Scores::mask_elements(b.p));  // [mask_elements], for Scores
     // [tile_keys][tile_queries]
-    double* grad_mask = arena.take<double>(b.mask_is_broadcast ? tile_keys * tile_queries : 0);
+    double* grad_bias_sums = arena.take<double>(b.bias_is_broadcast ? tile_keys * tile_queries : 0);
 
     A* grad_k = arena.take<A>(tile_keys * b.dim_padded);    // [tile_keys][dim_padded]
     A* grad_v = arena.take<A>(tile_keys * b.dim_v_padded);  // [tile_keys][dim_v_padded]
@@ -112,9 +112,9 @@ template <class T> class Backward {
     runner.run(all.grad_q.count(), [&](int64_t worker, int64_t index) {
       run_task(all.grad_q[index], workspace(scratch + worker * bytes), all);
     });
-    if (mask_is_broadcast)
-      runner.run(mask_tiles(), [&](int64_t worker, int64_t index) {
-        sum_grad_mask(index, workspace(scratch + worker * bytes), all);
+    if (bias_is_broadcast)
+      runner.run(bias_tiles(), [&](int64_t worker, int64_t index) {
+        sum_grad_bias(index, workspace(scratch + worker * bytes), all);
       });
     if (params.grad_sinks) runner.run(p.heads_q, [&](int64_t, int64_t h) { sum_grad_sink(h, all); });
   }
@@ -142,7 +142,7 @@ template <class T> class Backward {
   // One tile of keys against all queries that see it.
   void run_task(typename Sums::Task task, const Workspace& w, Shared& all) const {
     A* grad_q = all.grad_q.begin(task);  // [heads that share the kv head][seqlen_q][dim_padded]
-    const KeyTile t = key_tile(task.sum / p.heads_kv, task.sum % p.heads_kv, task.task);
+    const KeyTile t = key_tile(task.sum / p.heads_kv, task.sum % p.heads_kv, task.task * tile_keys);
     const Band& band = t.sequence.band;
     const int64_t first_query = band.first_query(t.j0),
                   end_query = min(t.sequence.q_len, band.end_query(t.j0 + t.keys));
@@ -154,7 +154,7 @@ template <class T> class Backward {
           pack_queries(t, q, w, all);
           multiply_scores(q, w);
           weigh_tile(t, q, w);
-          if (params.grad_mask.data && !mask_is_broadcast) store_grad_mask(t, q, w);
+          if (params.grad_bias.data && !bias_is_broadcast) store_grad_bias(t, q, w);
           add_grad_keys(q, w);
           all.grad_q.in_turn(task, g * query_tiles + tile,
                              [&] { add_grad_queries(q, w, grad_q + (g * seqlen_q + q.i) * dim_padded); });
@@ -164,10 +164,16 @@ template <class T> class Backward {
     all.grad_q.end(task, [&] { store_grad_queries(t, grad_q); });
   }
 
-  KeyTile key_tile(int64_t b, int64_t kv_head, int64_t tile) const {
+  // The keys from j0 on.
+  KeyTile key_tile(int64_t b, int64_t kv_head, int64_t j0) const {
     const Sequence s = sequence(p, b);
-    const int64_t j0 = tile * tile_keys;
     return {s, b, kv_head, j0, min(tile_keys, s.band.kv_len - j0)};
+  }
+  // Those keys of the same sequence that lie in a tile of the bias.
+  KeyTile key_tile_of_bias(int64_t b, int64_t kv_head, int64_t tile) const {
+    const Sequence s = sequence(p, b);
+    const int64_t begin = tile * tile_keys - s.first_key, j0 = max<int64_t>(begin, 0);
+    return {s, b, kv_head, j0, min(begin + tile_keys, s.band.kv_len) - j0};
   }
   QueryTile query_tile(const KeyTile& t, int64_t h, int64_t tile) const {
     const int64_t i = tile * tile_queries, queries = min(tile_queries, t.sequence.q_len - i);
@@ -246,7 +252,7 @@ template <class T> class Backward {
   void weigh_tile(const KeyTile& t, const QueryTile& q, const Workspace& w) const {
     for (int64_t column = 0; column < q.queries; column += panel) {
       const int64_t i = q.i + column, queries = min(panel, q.queries - column);
-      Scores score(score_of<A>(p, q.h), p, t.sequence, t.b, q.h, i, queries, t.j0, t.keys, w.mask);
+      Scores score(score_of<A>(p, t.b, q.h), p, t.sequence, t.b, q.h, i, queries, t.j0, t.keys, w.mask);
       const Verdict verdict = t.sequence.band.verdict(i, i + queries, t.j0 + q.keys.begin, t.j0 + q.keys.end);
       if (plain_scores && queries == panel && verdict == Verdict::full)
         weigh_panel<false>(score, column, q.keys, w);
@@ -331,22 +337,22 @@ template <class T> class Backward {
                at<T>(params.grad_query, t.sequence.q_batch, h, row), params.grad_query.dim);
       }
   }
-  void store_grad_mask(const KeyTile& t, const QueryTile& q, const Workspace& w) const {
+  void store_grad_bias(const KeyTile& t, const QueryTile& q, const Workspace& w) const {
     for (int64_t r = 0; r < q.queries; r++)
       for (int64_t j = q.keys.begin; j < q.keys.end; j++)
-        at<A>(params.grad_mask, t.b, q.h, q.i + r)[(t.j0 + j) * params.grad_mask.dim] =
+        at<A>(params.grad_bias, t.b, q.h, q.i + r)[(t.sequence.first_key + t.j0 + j) * params.grad_bias.dim] =
             w.grad_bias[j * tile_queries + r];
   }
 
-  // The gradient of a broadcast mask has one tile along an axis that is broadcast.
-  int64_t mask_tiles() const {
-    const Tensor4& x = params.grad_mask;
+  // The gradient of a broadcast bias has one tile along an axis that is broadcast.
+  int64_t bias_tiles() const {
+    const Tensor4& x = params.grad_bias;
     return (x.batch ? p.sequences : 1) * (x.head ? p.heads_q : 1) * (x.row ? query_tiles : 1) * (x.dim ? key_tiles : 1);
   }
-  // Each task owns one tile of the mask gradient and computes all tiles of scores that share it once more, in order. So
+  // Each task owns one tile of the gradient of the bias and computes all tiles of scores that share it once more, in order. So
   // the order of the sum is fixed, and no matrix of scores is stored.
-  void sum_grad_mask(int64_t index, const Workspace& w, const Shared& all) const {
-    const Tensor4& x = params.grad_mask;
+  void sum_grad_bias(int64_t index, const Workspace& w, const Shared& all) const {
+    const Tensor4& x = params.grad_bias;
     struct Range {
       int64_t begin, end;
     };
@@ -359,22 +365,23 @@ template <class T> class Backward {
     const Range bs = along(x.batch, p.sequences), heads = along(x.head, p.heads_q);
     const Range q_tiles = along(x.row, query_tiles), k_tiles = along(x.dim, key_tiles);
 
-    std::fill_n(w.grad_mask, tile_keys * tile_queries, 0.0);
+    std::fill_n(w.grad_bias_sums, tile_keys * tile_queries, 0.0);
     for (int64_t b = bs.begin; b < bs.end; b++)
       for (int64_t h = heads.begin; h < heads.end; h++)
         for (int64_t k_tile = k_tiles.begin; k_tile < k_tiles.end; k_tile++) {
-          const KeyTile t = key_tile(b, h / p.group(), k_tile);
-          if (t.keys <= 0) break;
+          const KeyTile t = key_tile_of_bias(b, h / p.group(), k_tile);
+          if (t.keys <= 0) continue;
+          const int64_t column = t.sequence.first_key + t.j0 - k_tile * tile_keys;  // of the tile's first key
           pack_keys(t, w);
           for (int64_t q_tile = q_tiles.begin; q_tile < q_tiles.end; q_tile++) {
             const QueryTile q = query_tile(t, h, q_tile);
-            if (q.keys.count() <= 0) continue;
+            if (q.queries <= 0 || q.keys.count() <= 0) continue;
             pack_queries(t, q, w, all);
             multiply_scores(q, w);
             weigh_tile(t, q, w);
             for (int64_t j = q.keys.begin; j < q.keys.end; j++)
               for (int64_t r = 0; r < q.queries; r++)
-                w.grad_mask[j * tile_queries + r] += w.grad_bias[j * tile_queries + r];
+                w.grad_bias_sums[(column + j) * tile_queries + r] += w.grad_bias[j * tile_queries + r];
           }
         }
 
@@ -385,7 +392,7 @@ template <class T> class Backward {
       for (int64_t r = 0; r < queries; r += each_query) {
         double sum = 0;
         for (int64_t key = j; key < j + each_key; key++)
-          for (int64_t query = r; query < r + each_query; query++) sum += w.grad_mask[key * tile_queries + query];
+          for (int64_t query = r; query < r + each_query; query++) sum += w.grad_bias_sums[key * tile_queries + query];
         at<A>(x, bs.begin, heads.begin, i0 + r)[(j0 + j) * x.dim] = A(sum);
       }
   }
@@ -395,6 +402,7 @@ template <class T> class Backward {
     double sum = 0;
     for (int64_t b = 0; b < p.batch(); b++)
       for (int64_t i = 0; i < p.rows_q; i++) {
+        if (is_empty(*at<A>(p.lse, b, h, i))) continue;  // no query, by q_lens
         const A weight = weight_from_lse(p.sinks.at<A>(h), *at<A>(p.lse, b, h, i), error_of_lse(b, h, i));
         sum -= weight * all.delta[(b * p.heads_q + h) * p.rows_q + i];
       }

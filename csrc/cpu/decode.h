@@ -18,7 +18,7 @@ template <class T> class Decode {
   static constexpr T kNoValue[kMaxHeadDim] = {};  // pairs with the last of an odd number of values
 
   const AttentionParams& p;
-  const int64_t rows = p.group() * p.seqlen_q;  // row = head in the group * seqlen_q + query
+  const int64_t rows = p.group() * p.seqlen_q;  // at most, of a unit
   const int64_t dim_padded = round_up(p.head_dim, V::lanes* kDepth<E>), depth_padded = dim_padded / kDepth<E>;
   const int64_t dim_v_padded = round_up(p.head_dim_v, V::lanes);
   const int64_t split_size = round_up(p.split_size, tile_keys);
@@ -42,10 +42,10 @@ template <class T> class Decode {
  public:
   explicit Decode(const AttentionParams& params) : p(params) {}
 
-  // All query rows of one kv head of one sequence.
+  // All query rows of one kv head of one sequence: row = head in the group * queries + query.
   struct Unit {
     Sequence sequence;
-    int64_t b, kv_head, queries;
+    int64_t b, kv_head, queries, rows;
   };
   const int64_t units = p.sequences * p.heads_kv;
   const int64_t splits = max<int64_t>(1, ceil_div(p.seqlen_k, split_size));
@@ -58,7 +58,7 @@ template <class T> class Decode {
   Unit unit(int64_t index) const {
     int64_t b = index / p.heads_kv;
     Sequence s = sequence(p, b);
-    return {s, b, index % p.heads_kv, s.q_len};
+    return {s, b, index % p.heads_kv, s.q_len, p.group() * s.q_len};
   }
 
   // The states of a unit's rows over one split of the keys.
@@ -70,12 +70,9 @@ template <class T> class Decode {
     if (first >= end) return;
     const int64_t begin = first / tile_keys * tile_keys;
 
-    for (int64_t r = 0; r < rows; r++) {
-      int64_t i = r % p.seqlen_q;
-      if (i < u.queries)
-        pack(query_rows<T>(p.query, u.sequence, query_head(u, r)), i, 1, 1, p.head_dim, depth_padded,
-             w.q + r * depth_padded);
-    }
+    for (int64_t r = 0; r < u.rows; r++)
+      pack(query_rows<T>(p.query, u.sequence, query_head(u, r)), r % u.queries, 1, 1, p.head_dim, depth_padded,
+           w.q + r * depth_padded);
     Rows<T> keys = key_rows<T>(p, p.key, u.sequence, u.b, u.kv_head);
     Rows<T> values = key_rows<T>(p, p.value, u.sequence, u.b, u.kv_head);
     for (int64_t j0 = begin; j0 < end; j0 += tile_keys) {
@@ -87,15 +84,15 @@ template <class T> class Decode {
 
       // S = Q K^T
       for (int64_t j = 0; j < n; j += V::lanes)
-        in_row_blocks<min(4, V::lanes)>([&](int64_t r, auto count) {
+        in_row_blocks<min(4, V::lanes)>(u.rows, [&](int64_t r, auto count) {
           dots<count>(w.k_rows + j, w.q + r * depth_padded, depth_padded, p.head_dim, w.s + r * tile_keys + j,
                       tile_keys);
         });
       // P and its sums
-      for (int64_t r = 0; r < rows; r++) weigh(u, r, j0, n, w);
+      for (int64_t r = 0; r < u.rows; r++) weigh(u, r, j0, n, w);
       // O += P V, kFetch values at a time: so many stay in the cache nearest to the core for all rows.
       for (int64_t j = 0; j < n; j += kFetch)
-        in_row_blocks<2>([&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + kFetch, n)); });
+        in_row_blocks<2>(u.rows, [&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + kFetch, n)); });
       fold(states, w.tile);
     }
   }
@@ -114,9 +111,8 @@ template <class T> class Decode {
 
   // out, lse and lse_error of a unit's rows.
   void finish(const Unit& u, const Workspace&, const RowStates<A>& states) const {
-    for (int64_t r = 0; r < rows; r++) {
-      int64_t i = r % p.seqlen_q, h = query_head(u, r);
-      if (i >= u.queries) continue;
+    for (int64_t r = 0; r < u.rows; r++) {
+      int64_t i = r % u.queries, h = query_head(u, r);
       State<A> state{states.m[r], states.l[r]};
       A factor(1);
       if (p.sinks.data) factor = merge(state, State<A>{p.sinks.at<A>(h), A(1)}).into;
@@ -129,7 +125,7 @@ template <class T> class Decode {
   }
 
  private:
-  int64_t query_head(const Unit& u, int64_t row) const { return u.kv_head * p.group() + row / p.seqlen_q; }
+  int64_t query_head(const Unit& u, int64_t row) const { return u.kv_head * p.group() + row / u.queries; }
 
   // Points at rows [j0, j0 + n). Where their elements are not contiguous, they are first copied to copy [n][stride].
   static void gather(const Rows<T>& from, int64_t j0, int64_t n, int64_t dims, int64_t stride, T* copy,
@@ -145,7 +141,7 @@ template <class T> class Decode {
   }
 
   // f(row, count) over all rows: `most` at a time, then one by one. A row's arithmetic is the same either way.
-  template <int most, class Body> INLINE void in_row_blocks(Body&& f) const {
+  template <int most, class Body> INLINE void in_row_blocks(int64_t rows, Body&& f) const {
     int64_t r = 0;
     for (; r + most <= rows; r += most) f(r, std::integral_constant<int, most>{});
     for (; r < rows; r++) f(r, std::integral_constant<int, 1>{});
@@ -153,22 +149,21 @@ template <class T> class Decode {
 
   // Turns the scores of row r into weights, and sets m and l of the row's state of this tile.
   void weigh(const Unit& u, int64_t r, int64_t j0, int64_t n, const Workspace& w) const {
-    int64_t i = r % p.seqlen_q, h = query_head(u, r);
+    int64_t i = r % u.queries, h = query_head(u, r);
     A* s = w.s + r * tile_keys;
     int64_t padded = round_up(n, V::lanes);
-    if (i >= u.queries) return std::fill(s, s + padded, A(0));
-    const Score<A> score_of_key = score_of<A>(p, h);
+    const Score<A> score_of_key = score_of<A>(p, u.b, h);
     const V first(min(u.sequence.band.first(i) - j0, tile_keys)),
         end(max<int64_t>(min(u.sequence.band.end(i) - j0, n), 0));
     const V distance(A(i + u.sequence.band.q_offset - j0));
-    if (p.mask.data) pack_mask(p, u.b, h, i, 1, j0, n, padded, w.bias);
+    if (p.has_mask()) pack_bias(p, u.sequence, u.b, h, i, 1, j0, n, padded, w.bias);
 
     V maxima(kHidden);
     for (int64_t j = 0; j < padded; j += V::lanes) {
       V key = V(A(j)) + V::iota();
       V score = score_of_key.content(V::load(s + j));
       if (!plain_scores) {
-        V bias = p.mask.data ? V::load(w.bias + j) : V(A(0));
+        V bias = p.has_mask() ? V::load(w.bias + j) : V(A(0));
         score = score_of_key(score, distance - key, bias);
       }
       score = select((first <= key) & (key < end), score, V(kHidden));

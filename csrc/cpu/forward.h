@@ -160,7 +160,7 @@ template <class T> class Forward {
       maxima = multiply_chain<Block>(k_rows, step.q, panel, n, panel, depth, w.s, panel, maxima);
     } else {
       multiply<Block>(k_rows, step.q, panel, n, panel, depth, w.s, panel, Set());
-      Score<A> head_score = score_of<A>(p, u.h);
+      Score<A> head_score = score_of<A>(p, u.b, u.h);
       if (scale_in_exp) head_score.scale = 1;
       Scores score(head_score, p, u.sequence, u.b, u.h, step.i, step.queries, step.j0, step.keys.end, w.mask);
       for (int64_t j = step.keys.begin; j < step.keys.end; j++)

@@ -18,10 +18,11 @@ template <class T> struct Rows {
   IntVector pages{};
   int64_t page_size = 0, page_stride = 0;
   int64_t first_seen = 0;  // no query sees an earlier row; its page may be gone, so this row is read in its place
+  int64_t first_row = 0;   // where row 0 lies in the pages
 
   INLINE const T* operator[](int64_t j) const {
     if (!pages) return data + j * row_stride;
-    j = max(j, first_seen);
+    j = max(j, first_seen) + first_row;
     return data + pages[j / page_size] * page_stride + j % page_size * row_stride;
   }
 };
@@ -35,8 +36,8 @@ template <class T> INLINE Rows<T> query_rows(const Tensor4& x, const Sequence& s
 template <class T> INLINE Rows<T> key_rows(const AttentionParams& p, const Tensor4& x, const Sequence& s, int64_t b,
                                            int64_t h) {
   if (p.block_table)
-    return {at<T>(x, 0, h, 0), x.row,   x.dim,          p.block_table.advanced(b * p.block_table_row),
-            p.page_size,       x.batch, s.band.first(0)};
+    return {at<T>(x, 0, h, 0), x.row,   x.dim,           p.block_table.advanced(b * p.block_table_row),
+            p.page_size,       x.batch, s.band.first(0), s.first_key};
   return {at<T>(x, s.k_batch, h, s.k_row), x.row, x.dim};
 }
 

@@ -27,21 +27,31 @@ struct KeyRange {
   }
 };
 
-// Packs rows [i, i + rows) and keys [j, j + keys) of attn_mask into tile [rows][stride], as numbers to add to the
-// scores: False is -inf.
+// Packs rows [i, i + rows) and keys [j, j + keys) of the bias into tile [rows][stride], as numbers to add to the
+// scores. It is -inf where the mask hides the key, and 0 elsewhere if there is no bias.
 template <class A>
-void pack_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j, int64_t keys,
-               int64_t stride, A* tile) {
+void pack_bias(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j,
+               int64_t keys, int64_t stride, A* tile) {
   auto pack_as = [&](auto element) {
     using U = decltype(element);
-    pack(Rows<U>{at<U>(p.mask, b, h, i) + j * p.mask.dim, p.mask.row, p.mask.dim}, 0, rows, rows, keys, stride, tile);
+    pack(Rows<U>{at<U>(p.bias, b, h, i) + (s.first_key + j) * p.bias.dim, p.bias.row, p.bias.dim}, 0, rows, rows, keys,
+         stride, tile);
   };
-  switch (p.mask_dtype) {
-    case DType::boolean: return pack_as(bool());
-    case DType::f16: return pack_as(f16());
-    case DType::bf16: return pack_as(bf16());
-    case DType::f32: return pack_as(float());
-    case DType::f64: return pack_as(double());
+  if (!p.bias.data)
+    std::memset(static_cast<void*>(tile), 0, rows * stride * sizeof(A));
+  else if (p.bias_dtype == DType::f16)
+    pack_as(f16());
+  else if (p.bias_dtype == DType::bf16)
+    pack_as(bf16());
+  else if (p.bias_dtype == DType::f32)
+    pack_as(float());
+  else
+    pack_as(double());
+  if (!p.mask.data) return;
+  for (int64_t r = 0; r < rows; r++) {
+    const bool* shown = at<bool>(p.mask, b, h, i + r) + (s.first_key + j) * p.mask.dim;
+    for (int64_t n = 0; n < keys; n++)
+      if (!shown[n * p.mask.dim]) tile[r * stride + n] = A(kHidden);
   }
 }
 
@@ -52,7 +62,7 @@ template <class A, int cols> class PanelScores {
 
  public:
   // Elements of mask_scratch, which is only used where there is a mask.
-  static int64_t mask_elements(const AttentionParams& p) { return p.mask.data ? 2 * panel * kMaxTileKeys : 0; }
+  static int64_t mask_elements(const AttentionParams& p) { return p.has_mask() ? 2 * panel * kMaxTileKeys : 0; }
 
   PanelScores(Score<A> score, const AttentionParams& p, const Sequence& s, int64_t b, int64_t h, int64_t i0,
               int64_t queries, int64_t j0, int64_t keys, A* mask_scratch)
@@ -67,11 +77,11 @@ template <class A, int cols> class PanelScores {
       end_[c] = V::load(end + c * V::lanes);
       distance_[c] = V::iota() + V(A(i0 + c * V::lanes + s.band.q_offset - j0));
     });
-    if (p.mask.data) {
+    if (p.has_mask()) {
       A* rows = mask_scratch;                         // [panel][kMaxTileKeys]
       A* bias = mask_scratch + panel * kMaxTileKeys;  // [kMaxTileKeys][panel]
       std::memset(static_cast<void*>(rows), 0, panel * kMaxTileKeys * sizeof(A));
-      pack_mask(p, b, h, i0, queries, j0, keys, kMaxTileKeys, rows);
+      pack_bias(p, s, b, h, i0, queries, j0, keys, kMaxTileKeys, rows);
       transpose(rows, kMaxTileKeys, panel, kMaxTileKeys, bias, panel);
       bias_ = bias;
     }

@@ -4,16 +4,22 @@
 namespace flashsoftmax::cuda {
 
 int64_t attention_scratch(const AttentionParams& args) {
+  if (takes_both_kernels(args)) return sm80::decode_scratch(decode_part(args));
   return args.seqlen_q <= kDecodeQueries ? sm80::decode_scratch(args) : 0;
 }
 
 void attention(const AttentionParams& args, void* scratch, void* stream) {
   if (args.block_table && args.seqlen_k > UINT32_MAX)
     throw std::invalid_argument("block_table: more than 2^32 keys, wanted fewer on CUDA");
-  const auto launch = args.seqlen_q <= kDecodeQueries
-                          ? sm80::pick(sm80::decode<64>, sm80::decode<128>, sm80::decode<256>, args)
-                          : sm80::pick(sm80::forward<64>, sm80::forward<128>, sm80::forward<256>, args);
-  launch(args, scratch, static_cast<cudaStream_t>(stream));
+  const auto s = static_cast<cudaStream_t>(stream);
+  const auto decode = sm80::pick(sm80::decode<64>, sm80::decode<128>, sm80::decode<256>, args);
+  const auto tiled = sm80::pick(sm80::forward<64>, sm80::forward<128>, sm80::forward<256>, args);
+  if (takes_both_kernels(args)) {
+    decode(decode_part(args), scratch, s);
+    tiled(tiled_part(args), scratch, s);
+  } else {
+    (args.seqlen_q <= kDecodeQueries ? decode : tiled)(args, scratch, s);
+  }
 }
 
 }  // namespace flashsoftmax::cuda

@@ -56,16 +56,17 @@ struct HeadScores {
   bool plain;  // q.k is the score, in multiples of unit; else scores are computed in full, and unit is 1
   float unit;
   int64_t q_offset;
-  const char* mask;  // at query 0 and key 0; null if absent
-  int64_t mask_row, mask_key;
-  DType mask_dtype;
+  const bool* mask;  // at query 0 and key 0; null if absent
+  const char* bias;  // likewise
+  int64_t mask_row, mask_key, bias_row, bias_key;
+  DType bias_dtype;
 
-  // What the mask adds to a score; kHidden hides the key.
-  __device__ __forceinline__ float bias(int64_t i, int64_t j) const {
-    if (!mask) return 0;
-    const char* at = mask + (i * mask_row + j * mask_key) * bytes_of(mask_dtype);
-    switch (mask_dtype) {
-      case DType::boolean: return *at ? 0 : kHidden;
+  // What is added to a score. It is kHidden where the mask hides the key.
+  __device__ __forceinline__ float bias_at(int64_t i, int64_t j) const {
+    if (mask && !mask[i * mask_row + j * mask_key]) return kHidden;
+    if (!bias) return 0;
+    const char* at = bias + (i * bias_row + j * bias_key) * bytes_of(bias_dtype);
+    switch (bias_dtype) {
       case DType::f16: return __half2float(*reinterpret_cast<const __half*>(at));
       case DType::bf16: return __bfloat162float(*reinterpret_cast<const __nv_bfloat16*>(at));
       case DType::f32: return *reinterpret_cast<const float*>(at);
@@ -75,16 +76,19 @@ struct HeadScores {
 
   // The score of a key within the band, from content = score.content(q.k).
   __device__ __forceinline__ float at(float content, int64_t i, int64_t j) const {
-    return score(content, static_cast<float>(i + q_offset - j), bias(i, j));
+    return score(content, static_cast<float>(i + q_offset - j), bias_at(i, j));
   }
 };
 
-__device__ __forceinline__ HeadScores head_scores(const AttentionParams& args, const Band& band, int64_t b, int64_t h) {
-  const char* mask = static_cast<const char*>(args.mask.data);
-  if (mask) mask += args.mask.offset(b, h, 0) * bytes_of(args.mask_dtype);
-  const Score<float> score = score_of<float>(args, h);
+__device__ __forceinline__ HeadScores head_scores(const AttentionParams& args, const Sequence& seq, int64_t h) {
+  const bool* mask = static_cast<const bool*>(args.mask.data);
+  if (mask) mask += args.mask.offset(seq.index, h, 0) + seq.first_key * args.mask.dim;
+  const char* bias = static_cast<const char*>(args.bias.data);
+  if (bias) bias += (args.bias.offset(seq.index, h, 0) + seq.first_key * args.bias.dim) * bytes_of(args.bias_dtype);
+  const Score<float> score = score_of<float>(args, seq.index, h);
   const bool plain = args.scale_in_exp();
-  return {score, plain, plain ? score.scale : 1, band.q_offset, mask, args.mask.row, args.mask.dim, args.mask_dtype};
+  return {score,         plain,         plain ? score.scale : 1, seq.band.q_offset, mask,           bias,
+          args.mask.row, args.mask.dim, args.bias.row,           args.bias.dim,     args.bias_dtype};
 }
 
 // Plain scores: hides the columns outside `visible` of each row.

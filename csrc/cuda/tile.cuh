@@ -164,10 +164,11 @@ template <class T> struct Source {
   IntVector pages;  // of the sequence, if paged
   int64_t page;     // stride
   uint32_t page_size;
+  uint32_t first_key;  // where row 0 lies in the pages
 
   __device__ __forceinline__ const T* at(int64_t i) const {
     if (!pages) return data + i * row;
-    const uint32_t key = static_cast<uint32_t>(i);
+    const uint32_t key = first_key + static_cast<uint32_t>(i);
     return data + pages[key / page_size] * page + key % page_size * row;
   }
 };
@@ -177,7 +178,7 @@ template <class T>
 __device__ __forceinline__ Source<T> source(const Tensor4& x, int64_t batch, int64_t head, int64_t row, int64_t rows,
                                             int64_t dims, bool aligned) {
   const T* data = static_cast<const T*>(x.data) + x.offset(batch, head, row);
-  return {data, x.row, x.dim, 0, rows, static_cast<int>(dims), aligned, {}, 0, 0};
+  return {data, x.row, x.dim, 0, rows, static_cast<int>(dims), aligned, {}, 0, 0, 0};
 }
 // The keys or values of sequence b for one key head. Keys outside [begin, end) are hidden: their pages may not exist.
 template <class T>
@@ -190,13 +191,17 @@ __device__ __forceinline__ Source<T> source(const AttentionParams& args, const T
   paged.pages = args.block_table.advanced(b * args.block_table_row);
   paged.page = x.batch;
   paged.page_size = static_cast<uint32_t>(args.page_size);
+  paged.first_key = static_cast<uint32_t>(seq.first_key);
   return paged;
 }
 
 // Whether the pages that hold keys [begin, end) of sequence b exist. To be called by all threads of a block.
-__device__ __forceinline__ bool pages_exist(const AttentionParams& args, int64_t b, int64_t begin, int64_t end) {
+__device__ __forceinline__ bool pages_exist(const AttentionParams& args, const Sequence& seq, int64_t b, int64_t begin,
+                                            int64_t end) {
   if (!args.block_table || begin >= end) return true;
   const IntVector pages = args.block_table.advanced(b * args.block_table_row);
+  begin += seq.first_key;
+  end += seq.first_key;
   bool missing = false;
   for (int64_t n = begin / args.page_size + threadIdx.x; n * args.page_size < end; n += blockDim.x)
     missing = missing || pages[n] < 0 || pages[n] >= args.pages;

@@ -135,5 +135,14 @@ inline HeadVector head_vector(const char* argument, const Tensor& x, int64_t hea
   check_device(argument, x, query);
   return {x.data_ptr(), x.stride(0)};
 }
+// [heads] or [sequences, heads]
+inline HeadVector head_vectors(const char* argument, const Tensor& x, int64_t sequences, int64_t heads,
+                               const Tensor& query) {
+  if (x.dim() != 2) return head_vector(argument, x, heads, query);
+  check_shape(argument, x, {sequences, heads});
+  check_type(argument, x, statistics_type(query));
+  check_device(argument, x, query);
+  return {x.data_ptr(), x.stride(1), x.stride(0)};
+}
 
 }  // namespace flashsoftmax

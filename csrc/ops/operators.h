@@ -24,29 +24,33 @@ inline Tensor summed_to(const Tensor& x, const std::vector<int64_t>& shape) {
 }
 
 // Device::attention(params, like), and likewise the others, runs a kernel on checked parameters, on the device of like.
-// Device::kSumsGradMask: the backward sums the gradient of a mask over its broadcast axes; otherwise it writes one
+// Device::kSumsGradBias: the backward sums the gradient of a bias over its broadcast axes; otherwise it writes one
 // gradient per score.
 // Device::reads_lengths(like): the values of lengths are checked here; otherwise the kernels check them.
 template <class Device> struct Operators {
   static std::tuple<Tensor, Tensor, Tensor> attention(
       const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-      const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const OptionalTensor& kv_lens,
+      const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+      const OptionalTensor& kv_lens, const OptionalTensor& kv_starts, const OptionalTensor& q_lens,
       const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q,
       int64_t max_seqlen_k, double scale, double softcap, OptionalInt window_left, OptionalInt window_right,
-      OptionalInt q_offset, const OptionalTensor& block_table, OptionalInt split_size) {
+      OptionalInt q_offset, const OptionalTensor& block_table, OptionalInt split_size, double dropout_p,
+      const OptionalTensor& dropout_seed) {
     const bool reads_lengths = Device::reads_lengths(query);
     AttentionParams p = attention_params(
-        {query, key, value, attn_mask, alibi_slopes, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-         max_seqlen_k, scale, softcap, window_left, window_right, q_offset, block_table, split_size},
+        {query,       key,          value,        attn_mask,    attn_bias,    alibi_slopes, sinks,       kv_lens,
+         kv_starts,   q_lens,       cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale,       softcap,
+         window_left, window_right, q_offset,     block_table,  split_size,   dropout_p,    dropout_seed},
         reads_lengths);
-    const bool unread = !reads_lengths && cu_seqlens_q;  // there may be rows after the last sequence
-    Tensor out = empty_like_layout(query, p.head_dim_v, unread);
+    // Rows that no sequence has are not written: those after the last sequence, or beyond q_lens.
+    const bool some_unwritten = q_lens || (!reads_lengths && cu_seqlens_q);
+    Tensor out = empty_like_layout(query, p.head_dim_v, some_unwritten);
     auto statistics = [&] {
       return torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, statistics_type(query));
     };
     Tensor lse = statistics(), lse_error = statistics();
-    if (unread) torch::stable::fill_(lse, kHidden);
-    if (unread) torch::stable::zero_(lse_error);
+    if (some_unwritten) torch::stable::fill_(lse, kHidden);
+    if (some_unwritten) torch::stable::zero_(lse_error);
     p.out = view(out);
     p.lse = view(lse);
     p.lse_error = view(lse_error);
@@ -57,15 +61,18 @@ template <class Device> struct Operators {
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
       const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
       const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& lse_error,
-      const OptionalTensor& attn_mask, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-      const OptionalTensor& kv_lens, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+      const OptionalTensor& attn_mask, const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
+      const OptionalTensor& sinks, const OptionalTensor& kv_lens, const OptionalTensor& kv_starts,
+      const OptionalTensor& q_lens, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
       int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, OptionalInt window_left,
-      OptionalInt window_right, OptionalInt q_offset, bool mask_grad) {
+      OptionalInt window_right, OptionalInt q_offset, double dropout_p, const OptionalTensor& dropout_seed,
+      bool bias_grad) {
     AttentionBackwardParams grad{};
     const bool reads_lengths = Device::reads_lengths(query);
     grad.forward = attention_params(
-        {query, key, value, attn_mask, alibi_slopes, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-         max_seqlen_k, scale, softcap, window_left, window_right, q_offset, std::nullopt, std::nullopt},
+        {query,       key,          value,        attn_mask,    attn_bias,    alibi_slopes, sinks,       kv_lens,
+         kv_starts,   q_lens,       cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale,       softcap,
+         window_left, window_right, q_offset,     std::nullopt, std::nullopt, dropout_p,    dropout_seed},
         reads_lengths);
     AttentionParams& p = grad.forward;
     const std::vector<int64_t> rows{query.size(0), query.size(1), query.size(2)};
@@ -78,15 +85,15 @@ template <class Device> struct Operators {
     if (lse_error) check_like("lse_error", *lse_error, rows, lse);
     if (grad_out) check_like("grad_out", *grad_out, out_shape, query);
     if (grad_lse) check_like("grad_lse", *grad_lse, rows, lse);
-    check(!mask_grad || attn_mask, "mask_grad: True without attn_mask, wanted False");
+    check(!bias_grad || attn_bias, "bias_grad: True without attn_bias, wanted False");
 
-    const bool unread = !reads_lengths && cu_seqlens_q;
-    Tensor grad_query = empty_like_layout(query, p.head_dim, unread);
+    const bool some_unwritten = q_lens || (!reads_lengths && cu_seqlens_q);
+    Tensor grad_query = empty_like_layout(query, p.head_dim, some_unwritten);
     Tensor grad_key = empty_like_layout(key, p.head_dim, /*zero=*/true);
     Tensor grad_value = empty_like_layout(value, p.head_dim_v, /*zero=*/true);
-    std::vector<int64_t> mask_shape{0};
-    if (mask_grad) mask_shape = Device::kSumsGradMask ? sizes(*attn_mask) : scores_shape(p);
-    Tensor grad_mask = torch::stable::new_zeros(lse, mask_shape);
+    std::vector<int64_t> bias_shape{0};
+    if (bias_grad) bias_shape = Device::kSumsGradBias ? sizes(*attn_bias) : scores_shape(p);
+    Tensor grad_bias = torch::stable::new_zeros(lse, bias_shape);
     Tensor grad_sinks = torch::stable::new_zeros(lse, {sinks ? p.heads_q : 0});
 
     p.out = view(out);
@@ -97,11 +104,11 @@ template <class Device> struct Operators {
     grad.grad_query = view(grad_query);
     grad.grad_key = view(grad_key);
     grad.grad_value = view(grad_value);
-    if (mask_grad) grad.grad_mask = broadcast_view(grad_mask);
+    if (bias_grad) grad.grad_bias = broadcast_view(grad_bias);
     if (sinks) grad.grad_sinks = grad_sinks.data_ptr();
     if (lse.numel() > 0) Device::attention_backward(grad, query);
-    if (mask_grad && !Device::kSumsGradMask) grad_mask = summed_to(grad_mask, sizes(*attn_mask));
-    return {grad_query, grad_key, grad_value, grad_mask, grad_sinks};
+    if (bias_grad && !Device::kSumsGradBias) grad_bias = summed_to(grad_bias, sizes(*attn_bias));
+    return {grad_query, grad_key, grad_value, grad_bias, grad_sinks};
   }
 
   static std::tuple<Tensor, Tensor> merge(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses) {

@@ -25,13 +25,15 @@ inline Tensor empty_like_layout(const Tensor& like, int64_t dims, bool zero = fa
 // The arguments of attention and of its backward, as the schemas name them.
 struct AttentionArguments {
   const Tensor &query, &key, &value;
-  const OptionalTensor &attn_mask, &alibi_slopes, &sinks;
-  const OptionalTensor &kv_lens, &cu_seqlens_q, &cu_seqlens_k;
+  const OptionalTensor &attn_mask, &attn_bias, &alibi_slopes, &sinks;
+  const OptionalTensor &kv_lens, &kv_starts, &q_lens, &cu_seqlens_q, &cu_seqlens_k;
   int64_t max_seqlen_q, max_seqlen_k;
   double scale, softcap;
   OptionalInt window_left, window_right, q_offset;
   const OptionalTensor& block_table;
   OptionalInt split_size;
+  double dropout_p;
+  const OptionalTensor& dropout_seed;
 };
 
 // Checks the values of cu_seqlens, which are in host memory.
@@ -52,14 +54,22 @@ inline void check_cu_seqlens(const char* argument, const IntVector& cu, int64_t 
 inline void check_lengths(const AttentionParams& p, const AttentionArguments& a) {
   if (p.cu_seqlens_q) {
     check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.sequences, p.rows_q, "max_seqlen_q", a.max_seqlen_q);
-    check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_k, p.sequences, p.rows_k, "max_seqlen_k", a.max_seqlen_k);
+    if (p.cu_seqlens_k)
+      check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_k, p.sequences, p.rows_k, "max_seqlen_k", a.max_seqlen_k);
   }
+  for (int64_t b = 0; p.q_lens && b < p.sequences; b++)
+    check(p.q_lens[b] >= 0 && p.q_lens[b] <= p.seqlen_q, "q_lens[", b, "]: ", p.q_lens[b], ", wanted 0 to ",
+          p.seqlen_q);
   for (int64_t b = 0; p.kv_lens && b < p.sequences; b++) {
     int64_t most = p.cu_seqlens_k ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.seqlen_k;
     check(p.kv_lens[b] >= 0 && p.kv_lens[b] <= most, "kv_lens[", b, "]: ", p.kv_lens[b], ", wanted 0 to ", most);
-    if (!p.block_table) continue;
+  }
+  for (int64_t b = 0; p.kv_starts && b < p.sequences; b++)
+    check(p.kv_starts[b] >= 0, "kv_starts[", b, "]: ", p.kv_starts[b], ", wanted at least 0");
+  for (int64_t b = 0; p.block_table && b < p.sequences; b++) {
     const Sequence s = sequence(p, b);
-    const int64_t first = s.band.first(0), end = s.q_len > 0 ? s.band.end(s.q_len - 1) : 0;
+    const int64_t first = s.first_key + s.band.first(0);
+    const int64_t end = s.q_len > 0 ? s.first_key + s.band.end(s.q_len - 1) : 0;
     for (int64_t j = first; j < end; j = (j / p.page_size + 1) * p.page_size) {
       const int64_t i = j / p.page_size, page = p.block_table.advanced(b * p.block_table_row)[i];
       check(page >= 0 && page < p.pages, "block_table[", b, ", ", i, "]: page ", page, ", wanted 0 to ", p.pages - 1);
@@ -72,7 +82,9 @@ inline void check_lengths(const AttentionParams& p, const AttentionArguments& a)
 class OnHost {
  public:
   OnHost(const AttentionParams& p, const AttentionArguments& a) : p_(p) {
+    read(a.q_lens, p_.q_lens);
     read(a.kv_lens, p_.kv_lens);
+    read(a.kv_starts, p_.kv_starts);
     read(a.cu_seqlens_q, p_.cu_seqlens_q);
     read(a.cu_seqlens_k, p_.cu_seqlens_k);
     read(a.block_table, p_.block_table);
@@ -100,7 +112,8 @@ inline std::vector<int64_t> scores_shape(const AttentionParams& p) {
 inline void check_operands(const AttentionArguments& a) {
   const Tensor &query = a.query, &key = a.key, &value = a.value;
   const bool paged = a.block_table.has_value();
-  const char *key_name = paged ? "key_pages" : "key", *value_name = paged ? "value_pages" : "value";
+  const bool named_pages = paged && !a.cu_seqlens_q;  // by attention_paged
+  const char *key_name = named_pages ? "key_pages" : "key", *value_name = named_pages ? "value_pages" : "value";
   std::pair<const char*, const Tensor*> operands[] = {{"query", &query}, {key_name, &key}, {value_name, &value}};
   for (auto [argument, x] : operands) {
     check(x->dim() == 4, argument, ": ", x->dim(), " dimensions, wanted 4");
@@ -125,26 +138,30 @@ inline void check_operands(const AttentionArguments& a) {
 // The sequences: dense, packed (varlen) or in pages.
 inline void set_sequences(AttentionParams& p, const AttentionArguments& a) {
   const bool varlen = a.cu_seqlens_q || a.cu_seqlens_k;
-  check(!(varlen && a.block_table), "block_table: given together with cu_seqlens, wanted one of them");
+  check(!(a.cu_seqlens_k && a.block_table), "block_table: given together with cu_seqlens_k, wanted one of them");
   p.sequences = a.query.size(0);
   p.seqlen_q = p.rows_q;
   p.seqlen_k = p.rows_k;
   if (varlen) {
-    check(a.cu_seqlens_q && a.cu_seqlens_k, "cu_seqlens_q, cu_seqlens_k: one of them is missing, wanted both");
+    check(a.cu_seqlens_q && (a.cu_seqlens_k || a.block_table),
+          "cu_seqlens_q, cu_seqlens_k: one of them is missing, wanted both");
     p.cu_seqlens_q = int_vector("cu_seqlens_q", *a.cu_seqlens_q, 1, a.query);
-    p.cu_seqlens_k = int_vector("cu_seqlens_k", *a.cu_seqlens_k, 1, a.query);
     check(a.cu_seqlens_q->numel() >= 1, "cu_seqlens_q: no elements, wanted the number of sequences + 1");
-    check_shape("cu_seqlens_k", *a.cu_seqlens_k, sizes(*a.cu_seqlens_q));
     check(a.query.size(0) == 1, "query: batch ", a.query.size(0), ", wanted 1 with cu_seqlens");
     check(a.max_seqlen_q >= 0, "max_seqlen_q: ", a.max_seqlen_q, ", wanted at least 0");
     check(a.max_seqlen_k >= 0, "max_seqlen_k: ", a.max_seqlen_k, ", wanted at least 0");
     p.sequences = a.cu_seqlens_q->numel() - 1;
     p.seqlen_q = std::min(a.max_seqlen_q, kUnbounded / 16);
     p.seqlen_k = std::min(a.max_seqlen_k, p.rows_k);
-  } else if (a.block_table) {
+  }
+  if (a.cu_seqlens_k) {
+    p.cu_seqlens_k = int_vector("cu_seqlens_k", *a.cu_seqlens_k, 1, a.query);
+    check_shape("cu_seqlens_k", *a.cu_seqlens_k, sizes(*a.cu_seqlens_q));
+  }
+  if (a.block_table) {
     p.block_table = int_vector("block_table", *a.block_table, 2, a.query);
-    check(a.block_table->size(0) == p.sequences, "block_table: ", a.block_table->size(0), " rows, wanted the batch, ",
-          p.sequences);
+    check(a.block_table->size(0) == p.sequences, "block_table: ", a.block_table->size(0),
+          varlen ? " rows, wanted the number of sequences, " : " rows, wanted the batch, ", p.sequences);
     check(a.kv_lens.has_value(), "kv_lens: missing, wanted with block_table");
     p.block_table_row = a.block_table->stride(0);
     p.page_size = a.key.size(2);
@@ -153,10 +170,27 @@ inline void set_sequences(AttentionParams& p, const AttentionArguments& a) {
     check(columns <= most, "block_table: ", columns, " columns, wanted at most ", most);
     p.seqlen_k = columns * p.page_size;
   }
-  if (a.kv_lens) {
-    p.kv_lens = int_vector("kv_lens", *a.kv_lens, 1, a.query);
-    check_shape("kv_lens", *a.kv_lens, {p.sequences});
-  }
+  auto per_sequence = [&](const char* argument, const OptionalTensor& x) {
+    if (!x) return IntVector{};
+    IntVector lengths = int_vector(argument, *x, 1, a.query);
+    check_shape(argument, *x, {p.sequences});
+    return lengths;
+  };
+  check(!(varlen && a.q_lens), "q_lens: given together with cu_seqlens, wanted without");
+  p.q_lens = per_sequence("q_lens", a.q_lens);
+  p.kv_lens = per_sequence("kv_lens", a.kv_lens);
+  p.kv_starts = per_sequence("kv_starts", a.kv_starts);
+}
+
+// A tensor that is broadcast to the scores.
+inline Tensor4 scores_view(const char* argument, const Tensor& x, const AttentionParams& p, const Tensor& query) {
+  check(!p.cu_seqlens_q, argument, ": given together with cu_seqlens, wanted without");
+  const std::vector<int64_t> scores = scores_shape(p);
+  bool fits = x.dim() == 4;
+  for (int64_t d = 0; fits && d < 4; d++) fits = x.size(d) == scores[d] || x.size(d) == 1;
+  check(fits, argument, ": shape ", shape(sizes(x)), ", wanted one broadcastable to ", shape(scores));
+  check_device(argument, x, query);
+  return broadcast_view(x);
 }
 
 // Which keys a query sees, at what score, and in what splits.
@@ -182,21 +216,22 @@ inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   p.split_size = a.split_size.value_or(default_split_size(p.seqlen_q));
   check(p.split_size > 0, "split_size: ", p.split_size, ", wanted at least 1");
   p.split_size = std::min(p.split_size, max<int64_t>(p.seqlen_k, 1));
+  p.decode_split_size =
+      std::min(a.split_size.value_or(default_split_size(kDecodeQueries)), max<int64_t>(p.seqlen_k, 1));
 
-  if (a.alibi_slopes) p.alibi_slopes = head_vector("alibi_slopes", *a.alibi_slopes, p.heads_q, a.query);
+  check(a.dropout_p == 0, "dropout_p: ", a.dropout_p, " is not supported, wanted 0");
+  if (a.alibi_slopes) p.alibi_slopes = head_vectors("alibi_slopes", *a.alibi_slopes, p.sequences, p.heads_q, a.query);
   if (a.sinks) p.sinks = head_vector("sinks", *a.sinks, p.heads_q, a.query);
   if (a.attn_mask) {
-    const Tensor& mask = *a.attn_mask;
-    check(!p.cu_seqlens_q, "attn_mask: given together with cu_seqlens, wanted without");
-    const std::vector<int64_t> scores = scores_shape(p);
-    bool fits = mask.dim() == 4;
-    for (int64_t d = 0; fits && d < 4; d++) fits = mask.size(d) == scores[d] || mask.size(d) == 1;
-    check(fits, "attn_mask: shape ", shape(sizes(mask)), ", wanted one broadcastable to ", shape(scores));
-    check_device("attn_mask", mask, a.query);
-    std::optional<DType> mask_dtype = dtype_of(mask);
-    check(mask_dtype.has_value(), "attn_mask: dtype ", name(mask.scalar_type()), ", wanted bool or a floating dtype");
-    p.mask = broadcast_view(mask);
-    p.mask_dtype = *mask_dtype;
+    p.mask = scores_view("attn_mask", *a.attn_mask, p, a.query);
+    check_type("attn_mask", *a.attn_mask, ScalarType::Bool);
+  }
+  if (a.attn_bias) {
+    p.bias = scores_view("attn_bias", *a.attn_bias, p, a.query);
+    std::optional<DType> dtype = dtype_of(*a.attn_bias);
+    check(dtype && *dtype != DType::boolean, "attn_bias: dtype ", name(a.attn_bias->scalar_type()),
+          ", wanted a floating dtype");
+    p.bias_dtype = *dtype;
   }
 }
 

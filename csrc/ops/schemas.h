@@ -15,10 +15,13 @@ inline const std::string kOperands =
     "Tensor key, "
     "Tensor value, ";
 inline const std::string kCommonArguments =
-    "Tensor? attn_mask, "     // [B, Hq, Sq, Sk]; an axis of size 1 is broadcast
-    "Tensor? alibi_slopes, "  // [Hq], float32 (float64 for float64), as sinks and lse
+    "Tensor? attn_mask, "     // [B, Hq, Sq, Sk], bool; an axis of size 1 is broadcast
+    "Tensor? attn_bias, "     // likewise, of a floating dtype
+    "Tensor? alibi_slopes, "  // [Hq] or [B, Hq], float32 (float64 for float64), as sinks and lse
     "Tensor? sinks, "         // [Hq]
     "Tensor? kv_lens, "       // [B], or one per sequence
+    "Tensor? kv_starts, "     // likewise
+    "Tensor? q_lens, "        // [B], not in varlen
     "Tensor? cu_seqlens_q, "  // [sequences + 1]
     "Tensor? cu_seqlens_k, "
     "SymInt max_seqlen_q, "
@@ -28,22 +31,26 @@ inline const std::string kCommonArguments =
     "SymInt? window_left, "
     "SymInt? window_right, "
     "SymInt? q_offset, ";
+// The seed of dropout is a tensor on the device of query, so that drawing it does not wait for a GPU.
+inline const std::string kDropoutArguments =
+    "float dropout_p, "
+    "Tensor? dropout_seed";  // [2], int64: seed and offset. Wanted where dropout_p is not 0
 
 template <class Library> void define_operators(Library& m) {
   auto define = [&](const std::string& schema) { m.def(schema.c_str()); };
   // lse + lse_error is m + ln l, more exactly than lse alone: the backward needs both.
   define("attention(" + kOperands + kCommonArguments +
          "Tensor? block_table, "  // [B, pages per sequence]
-         "SymInt? split_size"     // keys per split
-         ") -> (Tensor out, Tensor lse, Tensor lse_error)");
-  // Gradients that were not asked for, of attn_mask and sinks, are empty tensors.
+         "SymInt? split_size, "   // keys per split
+         + kDropoutArguments + ") -> (Tensor out, Tensor lse, Tensor lse_error)");
+  // Gradients that were not asked for, of attn_bias and sinks, are empty tensors.
   define("attention_backward(Tensor? grad_out, Tensor? grad_lse, " + kOperands +
          "Tensor out, "
          "Tensor lse, "
          "Tensor? lse_error, "  // absent: 0
-         + kCommonArguments +
-         "bool mask_grad"
-         ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)");
+         + kCommonArguments + kDropoutArguments +
+         ", bool bias_grad"
+         ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias, Tensor grad_sinks)");
   // outs [B, H, S, D] and lses [B, H, S], one of each per state
   define("merge(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");
   // Gradients are stacked on a leading axis of states.

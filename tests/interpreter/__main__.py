@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
@@ -27,16 +26,21 @@ def attention_arguments(case: Case, dtype: torch.dtype) -> dict[str, object]:
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     left, right = inputs["window"] or (None, None)
     mask = inputs.get("attn_mask")
+    if mask is not None:
+        mask = mask.expand(*query.shape[:3], key.shape[2])
     statistics = {name: x.float() for name in ("alibi_slopes", "sinks") if (x := inputs.get(name)) is not None}
     scale = inputs["scale"] if inputs["scale"] is not None else query.shape[-1] ** -0.5
     return {
         "query": query,
         "key": key,
         "value": value,
-        "attn_mask": None if mask is None else mask.expand(*query.shape[:3], key.shape[2]),
+        "attn_mask": mask if mask is not None and mask.dtype == torch.bool else None,
+        "attn_bias": mask if mask is not None and mask.dtype != torch.bool else None,
         "alibi_slopes": statistics.get("alibi_slopes"),
         "sinks": statistics.get("sinks"),
         "kv_lens": inputs.get("kv_lens"),
+        "kv_starts": None,
+        "q_lens": None,
         "cu_seqlens_q": None,
         "cu_seqlens_k": None,
         "block_table": None,
@@ -48,6 +52,8 @@ def attention_arguments(case: Case, dtype: torch.dtype) -> dict[str, object]:
         "window_right": 0 if inputs["causal"] else right,
         "q_offset": inputs["q_offset"],
         "split_size": case.split_size,
+        "dropout_p": 0.0,
+        "dropout_seed": None,
     }
 
 
@@ -64,9 +70,7 @@ def run_case(kernel: str, case: Case, dtype: torch.dtype, seed: int) -> list[int
     with interpreter.session(seed) as run:
         out, lse, lse_error = operators.attention(**arguments)
     if kernel == "backward":
-        mask = arguments["attn_mask"]
         arguments = {name: x for name, x in arguments.items() if name not in ("block_table", "split_size")}
-        mask_grad = isinstance(mask, Tensor) and mask.is_floating_point()
         with interpreter.session(seed) as run:
             operators.attention_backward(
                 grad_out=torch.randn_like(out),
@@ -74,7 +78,7 @@ def run_case(kernel: str, case: Case, dtype: torch.dtype, seed: int) -> list[int
                 out=out,
                 lse=lse,
                 lse_error=lse_error,
-                mask_grad=mask_grad,
+                bias_grad=arguments["attn_bias"] is not None,
                 **arguments,
             )
     return run.launches

@@ -37,7 +37,8 @@ def maybe(x: Any, p: float = 0.3) -> Any:
     return x if random.random() < p else None
 
 
-OPTIONAL = ("attn_mask", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_table")
+OPTIONAL = ("attn_mask", "attn_bias", "alibi_slopes", "sinks", "kv_lens", "kv_starts", "q_lens")
+OPTIONAL += ("cu_seqlens_q", "cu_seqlens_k", "block_table", "dropout_seed")
 
 
 def attention() -> Arguments:
@@ -66,12 +67,18 @@ def attention() -> Arguments:
         a["block_table"] = torch.randint(9, (batch, columns), dtype=random.choice(INDICES))
         keys = page * columns
         a["kv_lens"] = lengths(batch, keys)
+    a["kv_starts"] = maybe(lengths(batch, keys))
     if kind != "varlen":
+        a["q_lens"] = maybe(lengths(batch, rows))
         scores = (batch, group * heads, rows, keys)
         mask = tensor(tuple(random.choice((1, n)) for n in scores), random.choice((torch.bool, dtype)))
-        a["attn_mask"] = maybe(mask.expand(scores))
+        a["attn_mask" if mask.dtype == torch.bool else "attn_bias"] = maybe(mask.expand(scores))
+        if a["attn_bias"] is None:
+            a["attn_bias"] = maybe(tensor(tuple(random.choice((1, n)) for n in scores), dtype))
     statistics = torch.promote_types(dtype, torch.float32)
     a["alibi_slopes"], a["sinks"] = (maybe(tensor((group * heads,), statistics)) for _ in range(2))
+    if a["alibi_slopes"] is not None and random.random() < 0.5:
+        a["alibi_slopes"] = tensor((batch, group * heads), statistics)
     return a | {
         "max_seqlen_q": rows,
         "max_seqlen_k": keys,
@@ -81,6 +88,7 @@ def attention() -> Arguments:
         "window_right": maybe(random.choice((0, 3, 100))),
         "q_offset": maybe(random.choice((-3, 0, 5))),
         "split_size": maybe(random.choice((1, 16, 100))),
+        "dropout_p": 0.0,
     }
 
 
@@ -90,10 +98,9 @@ def attention_backward() -> Arguments:
         a = attention()
     out, lse, lse_error = torch.ops.flashsoftmax.attention(**a)
     del a["block_table"], a["split_size"]
-    float_mask = a["attn_mask"] is not None and a["attn_mask"].dtype != torch.bool
     grads = {"grad_out": maybe(torch.randn_like(out), 0.8), "grad_lse": maybe(torch.randn_like(lse), 0.8)}
     state = {"out": out, "lse": lse, "lse_error": maybe(lse_error, 0.8)}
-    return a | grads | state | {"mask_grad": float_mask and random.random() < 0.5}
+    return a | grads | state | {"bias_grad": a["attn_bias"] is not None and random.random() < 0.5}
 
 
 def merge() -> Arguments:

@@ -212,7 +212,7 @@ __device__ __forceinline__ bool locate(const BackwardParams& params, int64_t til
   const int64_t full_begin = kOwnsKeys ? band.first_query(own1 - 1) : band.first(own1 - 1);
   const int64_t full_end = kOwnsKeys ? min(seq.q_len, band.end_query(own0 + 1)) : band.end(own0);
   const int64_t other_tiles = begin < end ? (end - begin + kOther - 1) / kOther : 0;
-  const HeadScores head = head_scores(forward, band, seq.q_batch, first_head);
+  const HeadScores head = head_scores(forward, seq, first_head);
   if (threadIdx.x == 0)
     block = {seq,
              head,
@@ -287,7 +287,7 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
     }
   }
 
-  // Other scores: likewise, and writes the gradient of the mask.
+  // Other scores: likewise, and writes the gradient of the bias.
   __device__ __forceinline__ void weigh(Scores& s, Scores& dp, bool& spoils) const {
     const AttentionBackwardParams& args = params.args;
 #pragma unroll
@@ -303,9 +303,9 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
         if (score == kHidden) return hide(x, ds, spoils);
         x = weight_in_row<T>(score, row.lse, row.lse_error);
         ds = x * (ds - row.delta);
-        if (!kOwnsKeys && args.grad_mask.data) {
-          float* to = static_cast<float*>(args.grad_mask.data) + args.grad_mask.offset(block.seq.q_batch, h, i);
-          to[j * args.grad_mask.dim] = ds;
+        if (!kOwnsKeys && args.grad_bias.data) {
+          float* to = static_cast<float*>(args.grad_bias.data) + args.grad_bias.offset(block.seq.q_batch, h, i);
+          to[(block.seq.first_key + j) * args.grad_bias.dim] = ds;
         }
         ds *= block.head.score.content_slope(content);
       });
@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, kWanted>::kThreads,
       if (kStages == 2) copy_next();
       if (some_empty) clear_empty<kOther>(qk, vdo, smem.rows(stage));
       if (kOwnsKeys && !block.plain && tile == 0) {
-        if (threadIdx.x == 0) block.head = head_scores(forward, block.seq.band, block.seq.q_batch, h);
+        if (threadIdx.x == 0) block.head = head_scores(forward, block.seq, h);
         __syncthreads();
       }
 

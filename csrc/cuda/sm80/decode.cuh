@@ -17,7 +17,6 @@ struct DecodeParams {
   AttentionParams args;
   Alignment aligned;
   Splits splits;
-  uint32_t rows;        // of a key head: (query head of the group, query)
   uint32_t row_tiles;   // of 16 rows, per block
   uint32_t row_blocks;  // blocks with the same keys
 };
@@ -82,11 +81,12 @@ struct DecodeRow {
   bool exists;
 
   __device__ __forceinline__ DecodeRow(const DecodeParams& params, const DecodeBlock& block, uint32_t tile_row) {
-    const uint32_t row = block.first_row + tile_row, seqlen_q = static_cast<uint32_t>(params.args.seqlen_q);
-    const uint32_t head = row < params.rows ? row / seqlen_q : 0;
-    h = block.kv_head * static_cast<uint32_t>(params.args.group()) + head;
-    i = row - head * seqlen_q;
-    exists = row < params.rows && i < block.seq.q_len;
+    const uint32_t row = block.first_row + tile_row, queries = static_cast<uint32_t>(block.seq.q_len);
+    const uint32_t group = static_cast<uint32_t>(params.args.group());
+    exists = row < group * queries;
+    const uint32_t head = exists ? row / queries : 0;
+    h = block.kv_head * group + head;
+    i = row - head * queries;
   }
 };
 
@@ -187,7 +187,8 @@ template <class T, int kHeadDim> struct DecodeRing {
     if (!args.block_table) return;
     const int key = tile * Shape::kTile + warp_key + lane_id();
     if (block.first <= key && key < last) {
-      const uint32_t j = static_cast<uint32_t>(block.j0 + key), page_size = static_cast<uint32_t>(args.page_size);
+      const uint32_t j = static_cast<uint32_t>(block.seq.first_key + block.j0 + key),
+                     page_size = static_cast<uint32_t>(args.page_size);
       page = static_cast<uint32_t>(args.block_table.advanced(block.b * args.block_table_row)[j / page_size]);
       page_row = j % page_size;
     }
@@ -227,8 +228,7 @@ __device__ __forceinline__ void make_scores(Fragment<1, kColumns>& s, const Deco
   if (plain) {
     hide(s, visible);
   } else {
-    const HeadScores heads[] = {head_scores(args, band, block.b, rows[0].h),
-                                head_scores(args, band, block.b, rows[1].h)};
+    const HeadScores heads[] = {head_scores(args, block.seq, rows[0].h), head_scores(args, block.seq, rows[1].h)};
     products_to_scores(s, visible, [&](float x, int, int h, int column) {
       return heads[h].at(heads[h].score.content(x), rows[h].i, j0 + column);
     });
@@ -328,7 +328,8 @@ __device__ __forceinline__ bool finished_early(const DecodeParams& params, Decod
       write_nan_results<T>(args, seq.q_batch, h, seq.q_row, seq.q_len);
     return true;
   }
-  const bool readable = pages_exist(args, block.b, block.j0 + block.first, block.j0 + block.last);
+  if (block.first_row >= args.group() * seq.q_len) return true;
+  const bool readable = pages_exist(args, seq, block.b, block.j0 + block.first, block.j0 + block.last);
   last = readable ? block.last : 0;
   if (last == 0 && readable && splits.count > 1 && !(args.sinks.data && block.split == 0)) {
     for (uint32_t n = threadIdx.x; n < rows; n += blockDim.x) {
@@ -413,7 +414,7 @@ template <int kHeadDim> void decode(const AttentionParams& args, void* scratch, 
     const int64_t row_blocks = max<int64_t>(1, (rows + 16 * row_tiles - 1) / (16 * row_tiles));
     const int64_t blocks = checked_product("key", "splits", {args.sequences, args.heads_kv, splits.count, row_blocks});
     if (blocks == 0) return;
-    const DecodeParams params{args, Alignment(args), splits, uint32_t(rows), uint32_t(row_tiles), uint32_t(row_blocks)};
+    const DecodeParams params{args, Alignment(args), splits, uint32_t(row_tiles), uint32_t(row_blocks)};
     const auto kernel = decode_kernel<T, kHeadDim>;
     // The limit is one per kernel, not per launch: a smaller one could meet the launch of another thread.
     constexpr int kMaxBytes = Shape::shared_bytes(16 * Shape::kMaxRowTiles);

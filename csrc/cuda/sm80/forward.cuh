@@ -80,7 +80,7 @@ __device__ __forceinline__ bool locate(const ForwardParams& params, const Forwar
   const int64_t i0 = task.q_tile * kQueries, i1 = min(i0 + kQueries, seq.q_len);
   if (i0 >= seq.q_len) return false;
   const int64_t begin = seq.band.first(i0), end = seq.band.end(i1 - 1), j0 = begin / kKeys * kKeys;
-  if (!pages_exist(args, task.b, begin, end)) {
+  if (!pages_exist(args, seq, task.b, begin, end)) {
     write_nan_results<T>(args, seq.q_batch, task.h, seq.q_row + i0, i1 - i0);
     return false;
   }
@@ -88,7 +88,7 @@ __device__ __forceinline__ bool locate(const ForwardParams& params, const Forwar
   tiles = end <= begin ? 0 : static_cast<int>((end - j0 + kKeys - 1) / kKeys);
   if (threadIdx.x == 0) {
     block.seq = seq;
-    block.head = head_scores(args, seq.band, seq.q_batch, task.h);
+    block.head = head_scores(args, seq, task.h);
     block.query = source<T>(args.query, seq.q_batch, task.h, seq.q_row, seq.q_len, args.head_dim, params.aligned.query);
     block.key = source<T>(args, args.key, seq, task.b, kv_head, begin, end, args.head_dim, params.aligned.key);
     block.value = source<T>(args, args.value, seq, task.b, kv_head, begin, end, args.head_dim_v, params.aligned.value);
