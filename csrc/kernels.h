@@ -9,6 +9,10 @@ namespace flashsoftmax {
 
 // Queries up to this many take the decode kernel, whose keys are split over tasks.
 constexpr int64_t kDecodeQueries = 16;
+// The decode kernel drops no weights.
+FLASHSOFTMAX_INLINE bool takes_decode(const AttentionParams& p) {
+  return p.seqlen_q <= kDecodeQueries && !p.drops_weights();
+}
 constexpr int64_t kMaxHeadDim = 256;
 
 // The keys per split if the caller gives none: enough that a split is worth its merge. It depends on seqlen_q alone, so

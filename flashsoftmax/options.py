@@ -34,6 +34,8 @@ class Options(TypedDict, total=False):
     sinks: Tensor | None
     q_offset: SupportsIndex | None
     split_size: SupportsIndex | None
+    dropout_p: SupportsFloat | None
+    dropout_seed: Tensor | None
 
 
 NAMES = tuple(Options.__annotations__)
@@ -81,6 +83,8 @@ def complete(query: Tensor, options: Options) -> dict[str, Any]:
         "window_right": 0 if _check_bool("causal", options.get("causal", False)) else right,
         "q_offset": check_int("q_offset", options.get("q_offset")),
         "split_size": check_int("split_size", options.get("split_size")),
+        "dropout_p": check_float("dropout_p", options.get("dropout_p")) or 0.0,
+        "dropout_seed": _check_seed(options.get("dropout_seed")),
     }
 
 
@@ -133,6 +137,12 @@ def _check_bool(name: str, x: object) -> bool:
 def _is_concrete(x: object) -> bool:
     """Whether x is an int that may be compared. Under torch.compile a comparison would fix its value in the graph."""
     return type(x) is int and not torch.compiler.is_compiling()
+
+
+def _check_seed(x: object) -> Tensor | None:
+    if x is not None and not isinstance(x, Tensor):
+        raise TypeError(f"dropout_seed: {type(x).__name__}, wanted a Tensor")
+    return x
 
 
 def _bounds(window: object) -> Window:

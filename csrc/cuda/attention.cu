@@ -3,16 +3,13 @@
 
 namespace flashsoftmax::cuda {
 
-int64_t attention_scratch(const AttentionParams& args) {
-  return args.seqlen_q <= kDecodeQueries ? sm80::decode_scratch(args) : 0;
-}
+int64_t attention_scratch(const AttentionParams& args) { return takes_decode(args) ? sm80::decode_scratch(args) : 0; }
 
 void attention(const AttentionParams& args, void* scratch, void* stream) {
   if (args.block_table && args.seqlen_k > UINT32_MAX)
     throw std::invalid_argument("block_table: more than 2^32 keys, wanted fewer on CUDA");
-  const auto launch = args.seqlen_q <= kDecodeQueries
-                          ? sm80::pick(sm80::decode<64>, sm80::decode<128>, sm80::decode<256>, args)
-                          : sm80::pick(sm80::forward<64>, sm80::forward<128>, sm80::forward<256>, args);
+  const auto launch = takes_decode(args) ? sm80::pick(sm80::decode<64>, sm80::decode<128>, sm80::decode<256>, args)
+                                         : sm80::pick(sm80::forward<64>, sm80::forward<128>, sm80::forward<256>, args);
   launch(args, scratch, static_cast<cudaStream_t>(stream));
 }
 
