@@ -20,7 +20,7 @@ FLASHSOFTMAX_INLINE uint64_t multiply_low(uint64_t a, uint32_t b) { return uint6
 // Replaces the counter x by random words. W is uint64_t or a vector of such numbers. A word is the low half of a number,
 // and the high half may hold anything.
 template <class W> FLASHSOFTMAX_INLINE void philox(W (&x)[4], uint32_t key0, uint32_t key1) {
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
   for (int round = 0; round < 10; round++) {

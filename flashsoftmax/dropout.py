@@ -38,7 +38,7 @@ def dropout_mask(batch: int, heads: int, seqlen_q: int, seqlen_k: int, dropout_p
     dropped = 0 if dropout_p == 0 else max(1, int(dropout_p * 2**32 + 0.5))  # of 2^32 words
     axes = [torch.arange(n, device=seed.device) for n in (batch, heads, seqlen_q, (seqlen_k + 3) // 4)]
     b, h, i, j = (x.view([-1 if d == n else 1 for d in range(4)]) for n, x in enumerate(axes))
-    head = _philox(_halves(seed[1]) + (b, h), _halves(seed[0]))
+    head = _philox((*_halves(seed[1]), b, h), _halves(seed[0]))
     words = torch.stack(_philox((j, i, head[2], head[3]), (head[0], head[1])), -1).flatten(-2)
     return (words[..., :seqlen_k] >= dropped).expand(shape)
 

@@ -29,6 +29,7 @@ SAMPLES = {
     "bool-mask": lambda: operators.attention(attn_mask=torch.rand(2, 4, 5, 9) < 0.7),
     "bias": lambda: operators.attention(attn_bias=torch.randn(2, 4, 5, 9), sinks=torch.randn(4)),
     "lengths": lambda: operators.attention(kv_lens=integers(9, 4), alibi_slopes=torch.rand(4)),
+    "dropout": lambda: operators.attention(dropout_p=0.4, dropout_seed=torch.tensor([1, 2])),
     "varlen": lambda: operators.attention("varlen"),
     "paged": lambda: operators.attention("paged"),
 }

@@ -37,15 +37,15 @@ __device__ __forceinline__ uint32_t kept_in_strip(const KeptWeights& kept, int64
 
 // Multiplies the elements of a strip by scale if they are kept, else replaces them by 0.
 template <int kColumns>
-__device__ __forceinline__ void keep(float (&x)[kColumns][4], uint32_t kept, float scale = 1) {
+__device__ __forceinline__ void keep(float (&x)[kColumns][4], uint32_t kept, float scale) {
 #pragma unroll
   for (int c = 0; c < kColumns; c++)
 #pragma unroll
     for (int n = 0; n < 4; n++) x[c][n] = kept >> (4 * c + n) & 1 ? x[c][n] * scale : 0;
 }
 
-// The same for an operand of a product.
-template <int kColumns> __device__ __forceinline__ void keep(uint32_t (&x)[kColumns][2], uint32_t kept) {
+// The same for an operand of 16-bit elements, where scale is 1.
+template <int kColumns> __device__ __forceinline__ void keep(uint32_t (&x)[kColumns][2], uint32_t kept, float) {
 #pragma unroll
   for (int c = 0; c < kColumns; c++)
 #pragma unroll
@@ -60,7 +60,7 @@ template <class T, int kStrips, int kColumns>
 __device__ __forceinline__ void drop(Operand<T, kStrips, kColumns>& p, const KeptWeights& kept, int64_t i0,
                                      int64_t j0) {
 #pragma unroll
-  for (int r = 0; r < kStrips; r++) keep(p.x[r], kept_in_strip<kColumns, false>(kept, i0 + 16 * r, j0));
+  for (int r = 0; r < kStrips; r++) keep(p.x[r], kept_in_strip<kColumns, false>(kept, i0 + 16 * r, j0), 1);
 }
 
 }  // namespace flashsoftmax::cuda

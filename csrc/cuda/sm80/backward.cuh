@@ -271,10 +271,22 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
   __device__ __forceinline__ const BackwardRow& row_of(int r, int c, int half, int e) const {
     return row_at(rows, kOwnsKeys ? fragment_column(c, e) : own_row + fragment_row(r, half));
   }
-  // Which elements of a strip are kept; see kept_in_strip.
-  __device__ __forceinline__ uint32_t kept(int r) const {
-    const int64_t own = w0 + 16 * r;
-    return kept_in_strip<kColumns, kOwnsKeys>(block.kept, kOwnsKeys ? at : own, kOwnsKeys ? own : at);
+  // Which elements are kept: kStripBits bits per strip, as kept_in_strip has them.
+  static constexpr int kStripBits = 4 * kColumns;
+  __device__ __forceinline__ uint32_t kept() const {
+    static_assert(kStrips * kStripBits <= 32);
+    uint32_t found = 0;
+#pragma unroll
+    for (int r = 0; r < kStrips; r++) {
+      const int64_t own = w0 + 16 * r;
+      found |= kept_in_strip<kColumns, kOwnsKeys>(block.kept, kOwnsKeys ? at : own, kOwnsKeys ? own : at)
+               << r * kStripBits;
+    }
+    return found;
+  }
+  __device__ __forceinline__ static void keep_elements(Scores& x, uint32_t kept, float scale) {
+#pragma unroll
+    for (int r = 0; r < kStrips; r++) keep(x.x[r], kept >> r * kStripBits, scale);
   }
   // Hides an element. spoils becomes true if its product is NaN or infinite.
   __device__ __forceinline__ static void hide(float& s, float& dp, bool& spoils) {
@@ -435,13 +447,10 @@ __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, kWanted>::kThreads,
       }
 
       // S becomes P, and dP becomes dS.
-      uint32_t kept[kStrips];
+      uint32_t kept;  // if weights are dropped
       if (drops && verdict != Verdict::skip) {
-#pragma unroll
-        for (int r = 0; r < kStrips; r++) {
-          kept[r] = scores.kept(r);
-          keep(dp.x[r], kept[r], forward.kept_scale<float>());
-        }
+        kept = scores.kept();
+        scores.keep_elements(dp, kept, forward.kept_scale<float>());
       }
       bool spoils = false;  // whether a product that is hidden is not finite
       if (verdict == Verdict::full)
@@ -458,9 +467,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, kWanted>::kThreads,
       // dV += P^T dO, then dK += dS^T Q or dQ += dS K.
       if (verdict != Verdict::skip) {
         if constexpr (Shape::kMakesDv) {
-          if (drops)
-#pragma unroll
-            for (int r = 0; r < kStrips; r++) keep(s.x[r], kept[r]);
+          if (drops) scores.keep_elements(s, kept, 1);
           multiply(dv, Operand<T, kStrips, kColumns>(s), vdo, 0);
         }
         if constexpr (Shape::kMakesDqk) multiply(dqk, Operand<T, kStrips, kColumns>(dp), qk, 0);
