@@ -72,6 +72,11 @@ def attention(
             key.
         split_size: keys per split, rounded up to whole tiles. The bits of the result depend on it, but not on batch,
             heads or threads.
+        dropout_p: the probability that a weight is dropped; those that are kept are divided by 1 - dropout_p. For
+            training: like ``scaled_dot_product_attention``, the function does not know whether a module is in training.
+            lse is that of all weights.
+        dropout_seed: int64 [2]. Calls of the same seed drop the same weights, which :func:`dropout_mask` returns. Drawn
+            from torch's generator if omitted.
         return_lse: return (out, lse).
 
     Returns:
@@ -145,7 +150,7 @@ def attention_varlen(
     """Attention within each of several sequences that follow each other without padding.
 
     The options are those of :func:`attention`, applied to each sequence by itself: positions count from its first query
-    and its first key.
+    and its first key. Dropout drops the weights that it drops in a padded batch with sequence b as batch entry b.
 
     Args:
         query: [Tq, Hq, Dqk], the rows of all sequences.

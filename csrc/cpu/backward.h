@@ -25,7 +25,7 @@ template <class T> class Backward {
   static constexpr int64_t panel = Block::cols * V::lanes;  // queries per pass of the micro-kernel
   static constexpr int64_t tile_queries = 64, packed_queries = tile_queries / kDepth<E>;
   static constexpr int64_t tile_keys = 128, packed_keys = tile_keys / kDepth<E>;
-  static_assert(tile_queries % panel == 0 && kMaxHeadDim % panel == 0);
+  static_assert(tile_queries % panel == 0 && tile_queries % kBitsLanes == 0 && kMaxHeadDim % panel == 0);
 
   const AttentionBackwardParams& params;
   const AttentionParams& p = params.forward;
@@ -249,21 +249,24 @@ template <class T> class Backward {
   // P^T and dS^T
   void weigh_tile(const KeyTile& t, const QueryTile& q, const Workspace& w) const {
     if (drops_weights)
-      find_factors(kept_weights(p, t.b, q.h), p.kept_scale<A>(), q.i, tile_queries, t.j0 + q.keys.begin, q.keys.count(),
+      find_factors(p, t.b, q.h, q.i, tile_queries, t.j0 + q.keys.begin, q.keys.count(),
                    w.factors + q.keys.begin * tile_queries);
     for (int64_t column = 0; column < q.queries; column += panel) {
       const int64_t i = q.i + column, queries = min(panel, q.queries - column);
       Scores score(score_of<A>(p, q.h), p, t.sequence, t.b, q.h, i, queries, t.j0, t.keys, w.mask);
       const Verdict verdict = t.sequence.band.verdict(i, i + queries, t.j0 + q.keys.begin, t.j0 + q.keys.end);
       if (plain_scores && !drops_weights && queries == panel && verdict == Verdict::full)
-        weigh_panel<false>(score, column, q.keys, w);
+        weigh_panel<false, false>(score, column, q.keys, w);
+      else if (!drops_weights)
+        weigh_panel<true, false>(score, column, q.keys, w);
       else
-        weigh_panel<true>(score, column, q.keys, w);
+        weigh_panel<true, true>(score, column, q.keys, w);
     }
   }
 
-  // The same for the panel of queries that begins at `column` of the tile.
-  template <bool masked>
+  // The same for the panel of queries that begins at `column` of the tile. masked: scores may be hidden or not plain.
+  // drops: weights are dropped.
+  template <bool masked, bool drops>
   HOT void weigh_panel(const Scores& score, int64_t column, KeyRange keys, const Workspace& w) const {
     const V scale(p.scale);
     unroll<Block::cols>([&](auto c) {
@@ -275,7 +278,6 @@ template <class T> class Backward {
         V content = masked ? score.content(dot) : dot * scale;
         V s = masked ? score(j, c, content) : content;
         V p = weight_from_lse(s, lse, lse_error);
-        const bool drops = masked && drops_weights;
         const V factor = drops ? V::load(w.factors + at) : V(1);
         if (drops) grad_p = select(factor == V(0), V(0), grad_p * factor);
         V grad_s = p * (grad_p - delta);

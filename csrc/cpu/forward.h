@@ -16,7 +16,8 @@ template <class T> class Forward {
   using Block = QueryBlock<E>;
   using Scores = PanelScores<A, Block::cols>;
 
-  static constexpr int64_t panel = Block::cols * V::lanes;       // queries per pass of the micro-kernel
+  static constexpr int64_t panel = Block::cols * V::lanes;  // queries per pass of the micro-kernel
+  static_assert(panel % kBitsLanes == 0);
   static constexpr int64_t tile_queries = round_up(256, panel);  // queries that share a tile of keys and values
   static constexpr int64_t tile_keys = kMaxTileKeys, packed_keys = tile_keys / kDepth<E>;
 
@@ -193,7 +194,7 @@ template <class T> class Forward {
         Fma<E>::store_across(p_reg, w.weights + j / kDepth<E> * panel + c * V::lanes);
       });
     unroll<Block::cols>([&](auto c) { (l[c] + sums[c]).store(step.l + c * V::lanes); });
-    if (p.drops_weights()) drop(kept_weights(p, u.b, u.h), step.i, panel, step.j0 + step.keys.begin, n, w.weights);
+    if (p.drops_weights()) drop(p, u.b, u.h, step.i, panel, step.j0 + step.keys.begin, n, w.weights);
 
     // O^T = alpha O^T + V^T P^T
     multiply<Block>(Left<E>{step.v + step.keys.begin / kDepth<E> * dim_v_padded, 1, dim_v_padded}, w.weights, panel,

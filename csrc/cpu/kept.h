@@ -63,10 +63,13 @@ INLINE void drop_row(const Bits* keep, bf16x2* weights) {
   std::memcpy(static_cast<void*>(weights), &pairs, sizeof(pairs));
 }
 
-// Zeroes the weights [keys / kDepth][queries] that are not kept: those of queries from i on and of keys from j on, a
-// multiple of 4. queries is a multiple of kBitsLanes, and there is memory for keys up to a multiple of 4.
+// Zeroes the weights [keys / kDepth][queries] of query head h of sequence b that are not kept: those of queries from i
+// on and of keys from j on, a multiple of 4. queries is a multiple of kBitsLanes, and there is memory for keys up to a
+// multiple of 4.
 template <class E>
-HOT void drop(const KeptWeights& kept, int64_t i, int64_t queries, int64_t j, int64_t keys, E* weights) {
+HOT void drop(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t queries, int64_t j, int64_t keys,
+              E* weights) {
+  const KeptWeights kept = kept_weights(p, b, h);
   for (int64_t column = 0; column < queries; column += kBitsLanes)
     for_each_4_keys(kept, i + column, j, keys, [&](int64_t row, const Bits(&keep)[4]) {
       unroll<4 / kDepth<E>>(
@@ -74,15 +77,16 @@ HOT void drop(const KeptWeights& kept, int64_t i, int64_t queries, int64_t j, in
     });
 }
 
-// The factors of the same weights, [keys][queries]: scale where a weight is kept, else 0.
+// The factors of the same weights, [keys][queries]: kept_scale where a weight is kept, else 0.
 template <class A>
-HOT void find_factors(const KeptWeights& kept, A scale, int64_t i, int64_t queries, int64_t j, int64_t keys,
-                      A* factors) {
+HOT void find_factors(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t queries, int64_t j,
+                      int64_t keys, A* factors) {
+  const KeptWeights kept = kept_weights(p, b, h);
   for (int64_t column = 0; column < queries; column += kBitsLanes)
     for_each_4_keys(kept, i + column, j, keys, [&](int64_t row, const Bits(&keep)[4]) {
       unroll<4>([&](auto k) {
         A* to = factors + (row + k) * queries + column;
-        std::fill_n(to, kBitsLanes, scale);
+        std::fill_n(to, kBitsLanes, p.kept_scale<A>());
         drop_row(keep + k, to);
       });
     });
