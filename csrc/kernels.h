@@ -9,6 +9,10 @@ namespace flashsoftmax {
 
 // Queries up to this many take the decode kernel, whose keys are split over tasks.
 constexpr int64_t kDecodeQueries = 16;
+// The decode kernel drops no weights.
+FLASHSOFTMAX_INLINE bool takes_decode(const AttentionParams& p) {
+  return p.seqlen_q <= kDecodeQueries && !p.drops_weights();
+}
 constexpr int64_t kMaxHeadDim = 256;
 
 // The keys per split if the caller gives none: enough that a split is worth its merge. It depends on seqlen_q alone, so
@@ -18,7 +22,7 @@ FLASHSOFTMAX_INLINE int64_t default_split_size(int64_t seqlen_q) { return max<in
 // In varlen over pages each sequence takes the kernel that its own length asks for, so a step of a server, with some
 // sequences in prefill and others in decode, is one call. Both kernels run, and each leaves out what the other takes.
 FLASHSOFTMAX_INLINE bool takes_both_kernels(const AttentionParams& p) {
-  return p.cu_seqlens_q && p.block_table && p.seqlen_q > kDecodeQueries;
+  return p.cu_seqlens_q && p.block_table && p.seqlen_q > kDecodeQueries && !p.drops_weights();
 }
 FLASHSOFTMAX_INLINE AttentionParams decode_part(AttentionParams p) {
   p.seqlen_q = p.most_q_len = kDecodeQueries;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "dropout.h"
 #include "mask.h"
 
 namespace flashsoftmax {
@@ -43,6 +44,17 @@ struct HeadVector {
   }
 };
 
+// Dropout of weights. Those that are kept are multiplied by scale.
+struct Dropout {
+  IntVector seed;      // [2], seed and offset; absent if no weight is dropped
+  uint32_t limit = 0;  // see KeptWeights
+  double scale = 1;
+
+  Dropout() = default;
+  // p is the probability that a weight is dropped, above 0.
+  Dropout(double p, IntVector seed) : seed(seed), limit(dropout_limit(p)), scale(p < 1 ? 1 / (1 - p) : 0) {}
+};
+
 struct AttentionParams {
   DType dtype;
   // query, out [batch, heads_q, rows, head_dim | head_dim_v]; key, value [batch, heads_kv, rows, head_dim |
@@ -76,6 +88,7 @@ struct AttentionParams {
   int64_t decode_split_size;  // likewise, of sequences that take the decode kernel in a call for longer ones
   // Sequences of fewer or more queries are left to another kernel.
   int64_t least_q_len = 0, most_q_len = kUnbounded;
+  Dropout dropout;
 
   FLASHSOFTMAX_INLINE int64_t group() const { return heads_q / heads_kv; }
   FLASHSOFTMAX_INLINE int64_t batch() const { return cu_seqlens_q ? 1 : sequences; }  // of query, out and lse
@@ -87,11 +100,20 @@ struct AttentionParams {
   // Whether a kernel may take q.k for the score and leave the scale to the exponential: m is then in units of scale. A
   // scale this large or small, or not positive, is multiplied into every score instead.
   FLASHSOFTMAX_INLINE bool scale_in_exp() const { return plain_scores() && scale > 1e-30 && scale < 1e30; }
+  // Whether some weights are dropped before they meet their values, and the factor of those that are kept.
+  FLASHSOFTMAX_INLINE bool drops_weights() const { return bool(dropout.seed); }
+  template <class A> FLASHSOFTMAX_INLINE A kept_scale() const { return A(dropout.scale); }
 };
 
 // The score of query head h of sequence b.
 template <class A> FLASHSOFTMAX_INLINE Score<A> score_of(const AttentionParams& p, int64_t b, int64_t h) {
   return {A(p.scale), A(p.softcap), p.alibi_slopes.data ? p.alibi_slopes.at<A>(h, b) : A(0)};
+}
+
+// The weights of query head h of sequence b that are kept, where some are dropped. Queries and keys count from the first
+// ones of the sequence.
+FLASHSOFTMAX_INLINE KeptWeights kept_weights(const AttentionParams& p, int64_t b, int64_t h) {
+  return kept_weights(p.dropout.seed[0], p.dropout.seed[1], b, h, p.dropout.limit);
 }
 
 // Where one sequence lies in the tensors, and which keys its queries see. Keys are counted from the first one that is

@@ -90,6 +90,11 @@ def attention(
             with kv_starts[b] >= kv_len sees no key.
         split_size: keys per split, rounded up to whole tiles. The bits of the result depend on it, but not on batch,
             heads or threads.
+        dropout_p: the probability that a weight is dropped; those that are kept are divided by 1 - dropout_p. For
+            training: like ``scaled_dot_product_attention``, the function does not know whether a module is in training.
+            lse is that of all weights.
+        dropout_seed: int64 [2]. Calls of the same seed drop the same weights, which :func:`dropout_mask` returns. Drawn
+            from torch's generator if omitted.
         return_lse: return (out, lse).
 
     Returns:
@@ -174,7 +179,7 @@ def attention_varlen(
     """Attention within each of several sequences that follow each other without padding.
 
     The options are those of :func:`attention`, applied to each sequence by itself: positions count from its first query
-    and its first key.
+    and its first key. Dropout drops the weights that it drops in a padded batch with sequence b as batch entry b.
 
     With a block_table the keys lie in pages, as in :func:`attention_paged`. One call then serves sequences in prefill,
     chunks of prefill and sequences in decode. A sequence of up to 16 queries takes the decode kernel, whatever the

@@ -35,6 +35,7 @@ def _fold(name: str, n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
     if slopes is not None and _sample(slopes, dims["alibi_slopes"]).dim() == 2:
         batched.add("alibi_slopes")
     per_sample = any(dims[x] is not None for x in dims if x not in batched)
+    drops = values["dropout_p"] != 0  # which weights are dropped depends on the index in the batch
     batch = _sample(values["query"], dims["query"]).size(0)
     given = [x for x in OF_SCORES if values[x] is not None]
     broadcast = [x for x in given if _sample(values[x], dims[x]).size(0) == 1 != batch]
@@ -42,7 +43,7 @@ def _fold(name: str, n: int, in_dims: Dims, args: tuple[Any, ...]) -> Any:
     summed = "bias_grad" in values and (
         values["sinks"] is not None or (values["bias_grad"] and "attn_bias" in broadcast)
     )
-    if packed or per_sample or summed:
+    if packed or per_sample or drops or summed:
         return _run_per_sample(OPERATORS[name], n, in_dims, args)
     folded = {x: _folded(value, dims[x], n) if x in batched else value for x, value in values.items()}
     for argument in broadcast:

@@ -93,6 +93,11 @@ def _check_numbers(values: dict[str, Any], statistics: torch.dtype) -> None:
     for name in ("window_left", "window_right"):
         if type(values[name]) is int:
             _check(values[name] >= 0, f"{name}: {values[name]}, wanted at least 0, or None for no bound")
+    dropout_p = values["dropout_p"]
+    if type(dropout_p) is float:
+        _check(0 <= dropout_p <= 1, f"dropout_p: {dropout_p:g}, wanted 0 to 1")
+        missing = dropout_p > 0 and values["dropout_seed"] is None
+        _check(not missing, "dropout_seed: missing, wanted with dropout_p")
     q_offset, split_size = values["q_offset"], values.get("split_size")
     if type(q_offset) is int:
         _check(abs(q_offset) <= 2**40, f"q_offset: {q_offset}, wanted between -2^40 and 2^40")
@@ -138,6 +143,8 @@ def _check_attention(values: dict[str, Any]) -> None:
             _check_shape(name, values[name], (sequences,))
 
     _check_numbers(values, _statistics(query))
+    if (seed := values["dropout_seed"]) is not None:
+        _check_like("dropout_seed", seed, (2,), query, torch.int64)
     for name in PER_HEAD:
         if values[name] is not None:
             per_sequence = name == "alibi_slopes" and values[name].dim() == 2

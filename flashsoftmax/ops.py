@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from . import autocast, autograd, batching, fake, flops, sharding
+from .dropout import draw_seed
 from .library import ARGUMENTS
 
 __all__ = ["attention", "autocast", "autograd", "batching", "fake", "flops", "merge", "sharding"]
@@ -21,6 +22,11 @@ def attention(**arguments: Any) -> tuple[Tensor, Tensor]:
 def attention_exact(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, lse_error): lse + lse_error is what lse was before it was rounded."""
     sharding.register()
+    dropout_p = arguments.get("dropout_p", 0.0)
+    drops = not (type(dropout_p) is float and dropout_p == 0)  # a symbolic number may not be 0
+    if drops and arguments.get("dropout_seed") is None:
+        seed = sharding.replicated(draw_seed(arguments["query"].device), arguments["query"])
+        arguments = arguments | {"dropout_seed": seed}
     found: tuple[Tensor, Tensor, Tensor] = autograd.call(autograd.Attention, *_listed("attention", arguments))
     return found
 

@@ -35,6 +35,8 @@ class Options(TypedDict, total=False):
     q_offset: SupportsIndex | None
     kv_starts: Tensor | None
     split_size: SupportsIndex | None
+    dropout_p: SupportsFloat | None
+    dropout_seed: Tensor | None
 
 
 NAMES = tuple(Options.__annotations__)
@@ -83,6 +85,8 @@ def complete(query: Tensor, options: Options) -> dict[str, Any]:
         "q_offset": check_int("q_offset", options.get("q_offset")),
         "kv_starts": options.get("kv_starts"),
         "split_size": check_int("split_size", options.get("split_size")),
+        "dropout_p": check_float("dropout_p", options.get("dropout_p")) or 0.0,
+        "dropout_seed": _check_seed(options.get("dropout_seed")),
     }
 
 
@@ -135,6 +139,12 @@ def _check_bool(name: str, x: object) -> bool:
 def _is_concrete(x: object) -> bool:
     """Whether x is an int that may be compared. Under torch.compile a comparison would fix its value in the graph."""
     return type(x) is int and not torch.compiler.is_compiling()
+
+
+def _check_seed(x: object) -> Tensor | None:
+    if x is not None and not isinstance(x, Tensor):
+        raise TypeError(f"dropout_seed: {type(x).__name__}, wanted a Tensor")
+    return x
 
 
 def _bounds(window: object) -> Window:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .library import ARGUMENTS, OPERATORS, flattened
 from .options import PER_HEAD
@@ -34,6 +35,15 @@ def register() -> None:
     register_sharding(OPERATORS["merge_backward"])(_merge(states=1))
 
 
+def replicated(x: Tensor, like: Tensor) -> Tensor:
+    """x or, if `like` is a DTensor, the x of the first rank on all ranks."""
+    if not hasattr(like, "device_mesh"):
+        return x
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    return distribute_tensor(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim)
+
+
 def _attention(name: str) -> Callable[..., Any]:
     """The placements of (results, arguments) that need no communication."""
     from torch.distributed.tensor import Partial, Replicate, Shard
@@ -54,9 +64,11 @@ def _attention(name: str) -> Callable[..., Any]:
         values = dict(zip(ARGUMENTS[name], args, strict=True))
         shapes = {x: value.shape for x, value in values.items() if hasattr(value, "placements")}
         rules = [whole]
-        if values["cu_seqlens_q"] is None and values.get("block_table") is None:
+        drops = values["dropout_p"] != 0  # which weights are dropped depends on the indices of batch and head
+        if not drops and values["cu_seqlens_q"] is None and values.get("block_table") is None:
             rules.append(by_batch)
-        if values["key"].shape[1] % values["query"].mesh.size() == 0:  # then query heads go with their key heads
+        ranks = values["query"].mesh.size()
+        if not drops and values["key"].shape[1] % ranks == 0:  # then query heads go with their key heads
             rules.append(by_heads)
         found = []
         for place in rules:

@@ -68,6 +68,7 @@ class Case:
     kv_starts: tuple[int, ...] | None = None  # what lies before is NaN
     q_lens: tuple[int, ...] | None = None  # what lies beyond is NaN
     split_size: int | None = None
+    dropout_p: float = 0.0
     layout: str = "contiguous"  # of query, key and value; see LAYOUTS
     scores: str = "random"  # see SCORES
 
@@ -108,6 +109,9 @@ class Case:
                     padded.append(mask.transpose(2, 3))
             for x in padded:
                 x[b, :, :start] = x[b, :, end:] = NAN
+        if self.dropout_p:
+            options["dropout_p"] = self.dropout_p
+            tensors["dropout_seed"] = torch.tensor([-(2**62) - 12345, 2**40 + 5])
         tensors = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()}
         tensors |= {name: LAYOUTS[self.layout](tensors[name]) for name in ("query", "key", "value")}
         return tensors | options
@@ -342,6 +346,28 @@ CASES = [
     Case("decode-scores-peak-first", batch=4, rows=1, keys=2100, dim=16, scores="peak-first", split_size=256),
     Case("decode-scores-peak-middle", batch=4, rows=1, keys=2100, dim=16, scores="peak-middle", split_size=4096),
     Case("decode-scores-peak-last", batch=4, rows=1, keys=2100, dim=16, scores="peak-last", split_size=256),
+    # Weights that are dropped. Few rows take the tiled kernels then.
+    Case("dropout", batch=2, heads=(4, 2), dropout_p=0.3),
+    Case("dropout-causal-odd-sizes", rows=71, keys=133, dim=40, value_dim=24, causal=True, dropout_p=0.1),
+    Case("dropout-dim-128", heads=(2, 1), rows=70, keys=140, dim=128, dropout_p=0.5),
+    Case("dropout-dim-256", heads=(2, 1), rows=33, keys=70, dim=200, value_dim=256, dropout_p=0.5),
+    Case(
+        "dropout-window-softcap-alibi",
+        rows=70,
+        keys=300,
+        dim=16,
+        window=(64, 3),
+        softcap=2.0,
+        alibi=True,
+        dropout_p=0.4,
+    ),
+    Case("dropout-lengths-sinks", batch=3, sinks=True, kv_lens=(72, 0, 30), dropout_p=0.6),
+    Case("dropout-mask-float-hides", batch=2, mask="float-hides", dropout_p=0.2),
+    Case("dropout-mask-float-keys", batch=2, mask="float-keys", dropout_p=0.2),
+    Case("dropout-all", batch=2, dropout_p=1.0),
+    Case(
+        "dropout-few-rows", batch=2, heads=(6, 2), rows=3, keys=600, dim=24, causal=True, dropout_p=0.3, split_size=128
+    ),
     # Layouts; test_layout.py has the rest.
     Case("layout-heads-in-rows", batch=2, heads=(4, 2), layout="heads-in-rows", causal=True),
     Case("layout-dim-not-last", batch=2, heads=(4, 2), layout="dim-not-last"),

@@ -1,4 +1,4 @@
-// softmax.h and mask.h, called one function at a time from test_headers.py. As a .cu file it also holds a kernel.
+// softmax.h, mask.h and dropout.h, called one function at a time from test_headers.py. As a .cu file it also holds a kernel.
 #include "../csrc/params.h"
 
 namespace flashsoftmax {
@@ -66,6 +66,17 @@ void score_double(double dot, double scale, double softcap, double slope, double
   score(dot, scale, softcap, slope, distance, bias, result);
 }
 
+void words(const uint32_t* counter, const uint32_t* key, uint32_t* result) {
+  uint64_t x[4];
+  for (int n = 0; n < 4; n++) x[n] = uint64_t(0xabcdef) << 32 | counter[n];  // the high half may hold anything
+  philox(x, key[0], key[1]);
+  for (int n = 0; n < 4; n++) result[n] = uint32_t(x[n]);
+}
+uint32_t limit(double p) { return dropout_limit(p); }
+uint32_t kept(int64_t seed, int64_t offset, int64_t batch, int64_t head, double p, uint32_t i, uint32_t j) {
+  return kept_weights(seed, offset, batch, head, dropout_limit(p)).bits(i, j);
+}
+
 int verdict(int64_t i0, int64_t i1, int64_t j0, int64_t j1, int64_t q_offset, int64_t left, int64_t right,
             int64_t kv_len) {
   return static_cast<int>(Band{q_offset, {left, right}, kv_len}.verdict(i0, i1, j0, j1));
@@ -90,6 +101,7 @@ int64_t unbounded() { return kUnbounded; }
 template <class N> __global__ void on_device(AttentionParams p, const N* scores, int64_t n, N* out) {
   attend(scores, scores + n, n, 32, threadIdx.x % 2 == 0, out);
   score(out[0], N(p.scale), N(p.softcap), N(1), out[1], out[2], out);
+  out[threadIdx.x] += N(kept_weights(p, blockIdx.x, 0).bits(threadIdx.x, 0));
   out[threadIdx.x] += N(int(sequence(p, blockIdx.x).band.verdict(0, 16, 0, 64)));
 }
 template __global__ void on_device(AttentionParams, const float*, int64_t, float*);

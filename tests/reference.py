@@ -4,6 +4,8 @@
 reference. In the dtype under test it is the naive computation, whose error measures what error is allowed.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -73,18 +75,68 @@ def per_query_head(query: Tensor, x: Tensor, kv_lens: Tensor | None, kv_starts: 
     return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
-def attention(query, key, value, attn_mask=None, *, reordered=False, textbook=False, **options):
+def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
+    """Philox-4x32-10, as Salmon et al. write it ("Parallel random numbers: as easy as 1, 2, 3", 2011)."""
+    (r0, l0, r1, l1), (k0, k1) = counter, key
+    for _ in range(10):
+        (high0, low0), (high1, low1) = divmod(r0 * 0xD2511F53, 2**32), divmod(r1 * 0xCD9E8D57, 2**32)
+        r0, l0, r1, l1 = high1 ^ l0 ^ k0, low1, high0 ^ l1 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return r0, l0, r1, l1
+
+
+@cache
+def kept(shape: tuple[int, int, int, int], dropout_p: float, seed: int, offset: int) -> Tensor:
+    """The weights of this shape that dropout keeps, one by one."""
+    dropped, seed, offset = max(1, int(dropout_p * 2**32 + 0.5)), seed % 2**64, offset % 2**64
+    mask = torch.empty(shape, dtype=torch.bool)
+    for b in range(shape[0]):
+        for h in range(shape[1]):
+            *key, c2, c3 = philox((offset % 2**32, offset // 2**32, b, h), (seed % 2**32, seed // 2**32))
+            for i in range(shape[2]):
+                words = [x for j in range(0, shape[3], 4) for x in philox((j // 4, i, c2, c3), tuple(key))]
+                mask[b, h, i] = torch.tensor([x >= dropped for x in words[: shape[3]]], dtype=torch.bool)
+    return mask
+
+
+def dropout_factors(
+    s: Tensor, dropout_p: float, dropout_seed: Tensor | None, kv_starts: Tensor | None
+) -> Tensor | None:
+    """What weights [batch, heads, rows, keys + 1] are multiplied by. The sink is not dropped. Keys count from kv_starts."""
+    if dropout_p == 0:
+        return None
+    mask = kept((*s.shape[:3], s.shape[3] - 1), dropout_p, *dropout_seed.tolist()).to(s)
+    if kv_starts is not None:
+        numbers = (torch.arange(mask.shape[3]) - kv_starts.cpu()[:, None]).clamp(min=0).to(s.device)
+        mask = mask.gather(3, numbers[:, None, None].expand_as(mask))
+    return pad(mask if dropout_p == 1 else mask / (1 - dropout_p), (0, 1), value=1)
+
+
+def attention(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    *,
+    dropout_p=0.0,
+    dropout_seed=None,
+    reordered=False,
+    textbook=False,
+    **options,
+):
     """(out, lse). `reordered` sums over dims one by one and over keys from the last to the first."""
     s = scores(query, key, attn_mask, reordered=reordered, **options)
+    factors = dropout_factors(s, dropout_p, dropout_seed, options.get("kv_starts"))
     v = pad(per_query_head(query, value, options.get("kv_lens"), options.get("kv_starts")), (0, 0, 0, 1))
     if textbook:
         with torch.no_grad():
             other = scores(query, key, attn_mask, reordered=not reordered, **options)
             lse = torch.logsumexp(other.to(torch.promote_types(s.dtype, torch.float32)), -1)
-        return Textbook.apply(s, v, lse)
+        return Textbook.apply(s, v, lse, factors)
     masked = (s == -torch.inf).all(-1, keepdim=True)
     s = s.masked_fill(masked, 0)
     p = torch.softmax(s, -1).masked_fill(masked, 0)
+    p = p if factors is None else p * factors
     out = p.flip(-1) @ v.flip(-2) if reordered else p @ v
     return out, torch.logsumexp(s, -1).masked_fill(masked[..., 0], -torch.inf)
 
@@ -96,14 +148,15 @@ class Textbook(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, s, v, lse):
+    def forward(ctx, s, v, lse, factors=None):
         p = torch.exp(s.to(lse.dtype) - lse[..., None]).masked_fill(lse[..., None] == -torch.inf, 0).to(s.dtype)
-        out = p @ v
-        ctx.save_for_backward(p, v, out)
+        factors = torch.ones((), dtype=s.dtype, device=s.device) if factors is None else factors
+        out = (p * factors) @ v
+        ctx.save_for_backward(p, v, out, factors)
         return out, lse.clone()
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
-        p, v, out = ctx.saved_tensors
+        p, v, out, factors = ctx.saved_tensors
         delta = (grad_out * out).sum(-1) - grad_lse.to(p.dtype)
-        return p * (grad_out @ v.mT - delta[..., None]), p.mT @ grad_out, None
+        return p * (factors * (grad_out @ v.mT) - delta[..., None]), (p * factors).mT @ grad_out, None, None

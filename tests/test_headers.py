@@ -1,4 +1,4 @@
-"""csrc/softmax.h and mask.h themselves: compiled on their own, against Python's State and brute force."""
+"""csrc/softmax.h, mask.h and dropout.h themselves: compiled on their own, against Python's State and brute force."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from flashsoftmax import State
+import reference
+from flashsoftmax import State, dropout_mask
 
 SOURCE = Path(__file__).with_name("headers.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
@@ -42,6 +43,8 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     for name in ("first", "end", "first_query", "end_query", "unbounded"):
         getattr(loaded, name).restype = ctypes.c_int64
+    for name in ("limit", "kept"):
+        getattr(loaded, name).restype = ctypes.c_uint32
     return loaded
 
 
@@ -190,3 +193,44 @@ def test_unbounded_does_not_overflow(headers: ctypes.CDLL) -> None:
             verdict = headers.verdict(*map(ctypes.c_int64, (0, 1 << 40, 0, 64, q_offset, left, right, 64)))
             seen = [visible(i, j, (q_offset, left, right, 64)) for i in (0, (1 << 40) - 1) for j in (0, 63)]
             assert verdict == (FULL if all(seen) else PARTIAL if any(seen) else SKIP)
+
+
+# --- dropout.h ---
+
+KNOWN_ANSWERS = [  # of Random123 (Salmon et al., 2011): counter, key, words of Philox-4x32-10
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
+def test_philox_gives_the_known_answers(
+    headers: ctypes.CDLL, counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
+) -> None:
+    result = (ctypes.c_uint32 * 4)()
+    headers.words((ctypes.c_uint32 * 4)(*counter), (ctypes.c_uint32 * 2)(*key), result)
+    assert tuple(result) == words
+    assert reference.philox(counter, key) == words
+
+
+@pytest.mark.parametrize("p", [2.0**-40, 0.1, 0.5, 0.9, 1 - 2.0**-40, 1.0])
+def test_limit(headers: ctypes.CDLL, p: float) -> None:
+    """limit + 1 words of 2^32 drop a weight."""
+    assert headers.limit(ctypes.c_double(p)) + 1 == max(1, round(p * 2**32))
+
+
+@pytest.mark.parametrize("seed", [(0, 0), (1, 0), (0, 1), (-1, -(2**63)), (2**62 + 1, 2**33)])
+def test_kept_weights_are_those_of_the_mask(headers: ctypes.CDLL, seed: tuple[int, int]) -> None:
+    shape, p = (2, 3, 4, 11), 0.4
+    mask = dropout_mask(*shape, p, torch.tensor(seed))
+    assert torch.equal(mask, reference.kept(shape, p, *seed))
+    for b, h, i, j in torch.cartesian_prod(*map(torch.arange, shape)).tolist():
+        bits = headers.kept(
+            *map(ctypes.c_int64, (*seed, b, h)), ctypes.c_double(p), *map(ctypes.c_uint32, (i, j // 4 * 4))
+        )
+        assert bool(bits >> j % 4 & 1) == mask[b, h, i, j]

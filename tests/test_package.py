@@ -23,7 +23,7 @@ def run(code, **environment):
 
 
 def test_public_names():
-    functions = {"attention", "attention_varlen", "attention_paged", "merge", "build_info"}
+    functions = {"attention", "attention_varlen", "attention_paged", "dropout_mask", "merge", "build_info"}
     assert set(flashsoftmax.__all__) == functions | {"State"}
     for name in flashsoftmax.__all__:
         assert getattr(flashsoftmax, name).__doc__, f"{name} has no docstring"
@@ -127,13 +127,20 @@ class TestDependencies:
         assert {"mask.h", "params.h"} <= found
         assert not [path for path in found - {"mask.h", "params.h"} if not path.startswith("ops/")]
 
+    def test_kernels_do_not_know_dropout_by_name(self):
+        """They ask params.h which weights are kept; dropout.h decides that, the operators take it from the caller."""
+        found = set(uses(r"(?i)dropout"))
+        assert {"dropout.h", "params.h"} <= found
+        assert not [path for path in found - {"dropout.h", "params.h"} if not path.startswith("ops/")]
+
     @pytest.mark.parametrize(
         ("header", "may_include"),
         [
             ("softmax.h", set()),
             ("mask.h", {"softmax.h"}),
-            ("params.h", {"softmax.h", "mask.h"}),
-            ("kernels.h", {"softmax.h", "mask.h", "params.h"}),
+            ("dropout.h", {"softmax.h"}),
+            ("params.h", {"softmax.h", "mask.h", "dropout.h"}),
+            ("kernels.h", {"softmax.h", "mask.h", "dropout.h", "params.h"}),
         ],
     )
     def test_headers_include_what_lies_below_them(self, header, may_include):

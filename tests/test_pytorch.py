@@ -32,6 +32,7 @@ SAMPLES = {
     ),
     "bias": lambda: operators.attention(attn_bias=torch.randn(2, 4, 5, 9), sinks=torch.randn(4)),
     "lengths": lambda: operators.attention(kv_lens=integers(9, 4), alibi_slopes=torch.rand(2, 4)),
+    "dropout": lambda: operators.attention(dropout_p=0.4, dropout_seed=torch.tensor([1, 2])),
     "varlen": lambda: operators.attention("varlen"),
     "paged": lambda: operators.attention("paged"),
 }

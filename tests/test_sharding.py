@@ -83,6 +83,21 @@ def run(rank: int, store: str) -> None:
     q, k = torch.randn(2, 6, 5, 16), torch.randn(2, 3, 9, 16)
     assert_close(attention(place(q, Shard(1)), *[place(k, Shard(1))] * 2).full_tensor(), attention(q, k, k))
 
+    # Dropout: the seed of the first rank; batch and heads are gathered, because the mask depends on their indices.
+    torch.manual_seed(rank)
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    for placement in (Shard(0), Shard(1), Replicate()):
+        placed = [place(x, placement) for x in (q, k, v)]
+        torch.manual_seed(rank)
+        found = attention(*placed, dropout_p=0.5).full_tensor()
+        found.square().sum().backward()
+        torch.manual_seed(0)
+        expected = attention(q, k, v, dropout_p=0.5)
+        grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
+        assert_close(found, expected)
+        assert_close([x.grad.full_tensor() for x in placed], list(grads))
+    torch.manual_seed(0)
+
     x, cu = torch.randn(7, 4, 8), torch.tensor([0, 3, 7])
     lengths = {"max_seqlen_q": 4, "max_seqlen_k": 4}
     found = attention_varlen(*[place(x, Shard(1))] * 3, *[place(cu, Replicate())] * 2, **lengths)

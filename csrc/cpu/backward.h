@@ -1,10 +1,12 @@
 // The backward, which computes the weights again from the log-sum-exp and its rounding error. With P = e^(S - lse) and
 // delta = rowsum(dO * O) - dlse:
 //     dV = P^T dO,    dS = P * (dO V^T - delta),    dQ = scale dS K,    dK = scale dS^T Q.
+// Where weights are dropped, P in dV and dO V^T in dS are multiplied by the factors of the weights, 0 or kept_scale.
 // A task owns a tile of keys and goes through the queries that see it, so it sums dK and dV by itself. All tasks of a
 // kv head add to the dQ of its query heads, in the order of the key tiles (ordered.h).
 #pragma once
 
+#include "kept.h"
 #include "ordered.h"
 #include "scores.h"
 #include "tasks.h"
@@ -23,7 +25,7 @@ template <class T> class Backward {
   static constexpr int64_t panel = Block::cols * V::lanes;  // queries per pass of the micro-kernel
   static constexpr int64_t tile_queries = 64, packed_queries = tile_queries / kDepth<E>;
   static constexpr int64_t tile_keys = 128, packed_keys = tile_keys / kDepth<E>;
-  static_assert(tile_queries % panel == 0 && kMaxHeadDim % panel == 0);
+  static_assert(tile_queries % panel == 0 && tile_queries % kBitsLanes == 0 && kMaxHeadDim % panel == 0);
 
   const AttentionBackwardParams& params;
   const AttentionParams& p = params.forward;
@@ -35,7 +37,7 @@ template <class T> class Backward {
   const int64_t seqlen_q = min(p.seqlen_q, p.rows_q);
   const int64_t query_tiles = ceil_div(seqlen_q, tile_queries);
   const int64_t key_tiles = max<int64_t>(1, ceil_div(p.seqlen_k, tile_keys));
-  const bool plain_scores = p.plain_scores();
+  const bool plain_scores = p.plain_scores(), drops_weights = p.drops_weights();
   // Whether an element of the bias stands for several scores, so that its gradient is a sum.
   const bool bias_is_broadcast =
       params.grad_bias.data &&
@@ -60,6 +62,8 @@ template <class T> class Backward {
     A* s = arena.take<A>(tile_keys * tile_queries);          // [tile_keys][tile_queries]
     A* grad_p = arena.take<A>(tile_keys * tile_queries);     // [tile_keys][tile_queries]
     A* grad_bias = arena.take<A>(tile_keys * tile_queries);  // [tile_keys][tile_queries]
+    // [tile_keys][tile_queries]: the factor of a weight that is kept, 0 for one that is dropped
+    A* factors = arena.take<A>(b.drops_weights ? tile_keys * tile_queries : 0);
     E* weights = arena.take<E>(tile_keys * packed_queries);  // [tile_keys][packed_queries]
     E* grad_s = arena.take<E>(tile_keys * packed_queries);   // [tile_keys][packed_queries]
     // [packed_keys][tile_queries]; grad_s itself where elements are not packed in pairs
@@ -225,7 +229,7 @@ template <class T> class Backward {
 
   // S^T = K Q^T (before the scale) and dP^T = V dO^T
   void multiply_scores(const QueryTile& q, const Workspace& w) const {
-    if (p.seqlen_q <= kDecodeQueries)
+    if (takes_decode(p))
       decode_scores(q, w);
     else
       set_product(w.k, depth_padded, w.q_columns, q.keys, ceil_div(p.head_dim, kDepth<E>), w.s);
@@ -250,19 +254,25 @@ template <class T> class Backward {
 
   // P^T and dS^T
   void weigh_tile(const KeyTile& t, const QueryTile& q, const Workspace& w) const {
+    if (drops_weights)
+      find_factors(p, t.b, q.h, q.i, tile_queries, t.j0 + q.keys.begin, q.keys.count(),
+                   w.factors + q.keys.begin * tile_queries);
     for (int64_t column = 0; column < q.queries; column += panel) {
       const int64_t i = q.i + column, queries = min(panel, q.queries - column);
       Scores score(score_of<A>(p, t.b, q.h), p, t.sequence, t.b, q.h, i, queries, t.j0, t.keys, w.mask);
       const Verdict verdict = t.sequence.band.verdict(i, i + queries, t.j0 + q.keys.begin, t.j0 + q.keys.end);
-      if (plain_scores && queries == panel && verdict == Verdict::full)
-        weigh_panel<false>(score, column, q.keys, w);
+      if (plain_scores && !drops_weights && queries == panel && verdict == Verdict::full)
+        weigh_panel<false, false>(score, column, q.keys, w);
+      else if (!drops_weights)
+        weigh_panel<true, false>(score, column, q.keys, w);
       else
-        weigh_panel<true>(score, column, q.keys, w);
+        weigh_panel<true, true>(score, column, q.keys, w);
     }
   }
 
-  // The same for the panel of queries that begins at `column` of the tile.
-  template <bool masked>
+  // The same for the panel of queries that begins at `column` of the tile. masked: scores may be hidden or not plain.
+  // drops: weights are dropped.
+  template <bool masked, bool drops>
   HOT void weigh_panel(const Scores& score, int64_t column, KeyRange keys, const Workspace& w) const {
     const V scale(p.scale);
     unroll<Block::cols>([&](auto c) {
@@ -274,6 +284,8 @@ template <class T> class Backward {
         V content = masked ? score.content(dot) : dot * scale;
         V s = masked ? score(j, c, content) : content;
         V p = weight_from_lse(s, lse, lse_error);
+        const V factor = drops ? V::load(w.factors + at) : V(1);
+        if (drops) grad_p = select(factor == V(0), V(0), grad_p * factor);
         V grad_s = p * (grad_p - delta);
         if (masked) {  // by selection: a hidden key has weight 0 even in a row whose lse is NaN
           auto hidden = s == V(kHidden);
@@ -281,6 +293,7 @@ template <class T> class Backward {
           select(hidden, V(0), grad_s).store(w.grad_bias + at);
           grad_s = select(hidden, V(0), grad_s * score.content_slope(content));
         }
+        if (drops) p = select(factor == V(0), V(0), p);
         store(p, reinterpret_cast<Element*>(w.weights) + at);
         store(grad_s, reinterpret_cast<Element*>(w.grad_s) + at);
         return grad_s;
@@ -325,7 +338,7 @@ template <class T> class Backward {
       const int64_t row = t.sequence.k_row + t.j0 + j;
       narrow(w.grad_k + j * dim_padded, A(p.scale), p.head_dim,
              at<T>(params.grad_key, t.sequence.k_batch, t.kv_head, row), params.grad_key.dim);
-      narrow(w.grad_v + j * dim_v_padded, A(1), p.head_dim_v,
+      narrow(w.grad_v + j * dim_v_padded, p.kept_scale<A>(), p.head_dim_v,
              at<T>(params.grad_value, t.sequence.k_batch, t.kv_head, row), params.grad_value.dim);
     }
   }

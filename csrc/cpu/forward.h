@@ -3,6 +3,7 @@
 // operation, and one micro-kernel computes both products.
 #pragma once
 
+#include "kept.h"
 #include "scores.h"
 #include "tasks.h"
 
@@ -15,7 +16,8 @@ template <class T> class Forward {
   using Block = QueryBlock<E>;
   using Scores = PanelScores<A, Block::cols>;
 
-  static constexpr int64_t panel = Block::cols * V::lanes;       // queries per pass of the micro-kernel
+  static constexpr int64_t panel = Block::cols * V::lanes;  // queries per pass of the micro-kernel
+  static_assert(panel % kBitsLanes == 0);
   static constexpr int64_t tile_queries = round_up(256, panel);  // queries that share a tile of keys and values
   static constexpr int64_t tile_keys = kMaxTileKeys, packed_keys = tile_keys / kDepth<E>;
 
@@ -131,7 +133,7 @@ template <class T> class Forward {
       State<V> state{V::load(states.m + i), V::load(states.l + i)};
       V factor(A(1));
       if (p.sinks.data) factor = merge(state, State<V>{V(p.sinks.at<A>(u.h)), V(A(1))}).into;
-      (factor * inverse_sum(state)).store(states.l + i);
+      (factor * inverse_sum(state) * V(p.kept_scale<A>())).store(states.l + i);
       auto store_lanes = [&](const Tensor4& to, V x) {
         for (int64_t lane = 0; lane < min(V::lanes, u.queries - i); lane++)
           *at<A>(to, u.sequence.q_batch, u.h, u.sequence.q_row + u.i0 + i + lane) = x.v[lane];
@@ -192,6 +194,7 @@ template <class T> class Forward {
         Fma<E>::store_across(p_reg, w.weights + j / kDepth<E> * panel + c * V::lanes);
       });
     unroll<Block::cols>([&](auto c) { (l[c] + sums[c]).store(step.l + c * V::lanes); });
+    if (p.drops_weights()) drop(p, u.b, u.h, step.i, panel, step.j0 + step.keys.begin, n, w.weights);
 
     // O^T = alpha O^T + V^T P^T
     multiply<Block>(Left<E>{step.v + step.keys.begin / kDepth<E> * dim_v_padded, 1, dim_v_padded}, w.weights, panel,

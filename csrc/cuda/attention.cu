@@ -5,7 +5,7 @@ namespace flashsoftmax::cuda {
 
 int64_t attention_scratch(const AttentionParams& args) {
   if (takes_both_kernels(args)) return sm80::decode_scratch(decode_part(args));
-  return args.seqlen_q <= kDecodeQueries ? sm80::decode_scratch(args) : 0;
+  return takes_decode(args) ? sm80::decode_scratch(args) : 0;
 }
 
 void attention(const AttentionParams& args, void* scratch, void* stream) {
@@ -18,7 +18,7 @@ void attention(const AttentionParams& args, void* scratch, void* stream) {
     decode(decode_part(args), scratch, s);
     tiled(tiled_part(args), scratch, s);
   } else {
-    (args.seqlen_q <= kDecodeQueries ? decode : tiled)(args, scratch, s);
+    (takes_decode(args) ? decode : tiled)(args, scratch, s);
   }
 }
 

@@ -219,7 +219,14 @@ inline void set_options(AttentionParams& p, const AttentionArguments& a) {
   p.decode_split_size =
       std::min(a.split_size.value_or(default_split_size(kDecodeQueries)), max<int64_t>(p.seqlen_k, 1));
 
-  check(a.dropout_p == 0, "dropout_p: ", a.dropout_p, " is not supported, wanted 0");
+  check(a.dropout_p >= 0 && a.dropout_p <= 1, "dropout_p: ", a.dropout_p, ", wanted 0 to 1");
+  check(a.dropout_p == 0 || a.dropout_seed, "dropout_seed: missing, wanted with dropout_p");
+  if (a.dropout_seed) {
+    check_shape("dropout_seed", *a.dropout_seed, {2});
+    check_type("dropout_seed", *a.dropout_seed, ScalarType::Long);
+    const IntVector seed = int_vector("dropout_seed", *a.dropout_seed, 1, a.query);
+    if (a.dropout_p > 0) p.dropout = Dropout(a.dropout_p, seed);
+  }
   if (a.alibi_slopes) p.alibi_slopes = head_vectors("alibi_slopes", *a.alibi_slopes, p.sequences, p.heads_q, a.query);
   if (a.sinks) p.sinks = head_vector("sinks", *a.sinks, p.heads_q, a.query);
   if (a.attn_mask) {

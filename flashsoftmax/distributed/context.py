@@ -258,7 +258,7 @@ def _backward(
             rows = [None if x is None else x[:, :, call.queries] for x in (grad_out, grad_lse, *results)]
             arguments = {**dict(zip(names, rows, strict=True)), **run.options, "alibi_slopes": alibi_slopes}
             arguments |= {**_operands(query, buffers, call), "sinks": sinks if call.leaf == DIAGONAL else None}
-            dq, dk, dv, _, ds = ops.attention_backward(**arguments, mask_grad=False)
+            dq, dk, dv, _, ds = ops.attention_backward(**arguments, bias_grad=False)
             grad_query[:, :, call.queries] += dq
             gradients.add(call.keys, dk, dv)
             if grad_sinks is not None and call.leaf == DIAGONAL:

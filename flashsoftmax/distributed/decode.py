@@ -154,11 +154,10 @@ def _local(arguments: dict[str, Any], ranks: int, rank: int, interleave: int) ->
         visible &= behind <= left
     if right is not None:
         visible &= behind >= -right
-    mask = visible[:, None]
+    local |= {"attn_mask": visible[:, None], "alibi_slopes": None, "window_left": None, "window_right": None}
     if slopes is not None:
-        bias = -slopes[:, None, None] * behind[:, None].abs()
-        mask = bias.masked_fill(~mask, -torch.inf)
-    return local | {"attn_mask": mask, "alibi_slopes": None, "window_left": None, "window_right": None}
+        local["attn_bias"] = -slopes[..., None, None] * behind[:, None].abs()
+    return local
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

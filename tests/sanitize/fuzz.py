@@ -88,7 +88,8 @@ def attention() -> Arguments:
         "window_right": maybe(random.choice((0, 3, 100))),
         "q_offset": maybe(random.choice((-3, 0, 5))),
         "split_size": maybe(random.choice((1, 16, 100))),
-        "dropout_p": 0.0,
+        "dropout_p": 0.0 if (seed := maybe(torch.randint(2**63 - 1, (2,)))) is None else random.choice((0.0, 0.3, 1.0)),
+        "dropout_seed": seed,
     }
 
 

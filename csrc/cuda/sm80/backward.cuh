@@ -8,10 +8,13 @@
 //     keys       K, V              K Q^T, V dO^T          dK += dS^T Q, dV += P^T dO
 // Each gradient is summed by one warp in one order: no atomics, and the same bits on every run. The price is that S and
 // dP are computed twice.
+//
+// Where weights are dropped, P in dV and dO V^T in dS are multiplied by the factors of the weights, 0 or kept_scale.
 #pragma once
 
 #include "../backward_rows.h"
 #include "../elements.cuh"
+#include "../kept.cuh"
 #include "../rows.cuh"
 #include "../scores.cuh"
 #include "launch.h"
@@ -38,6 +41,8 @@ struct BackwardParams {
 struct BackwardBlock {
   Sequence seq;
   HeadScores head;              // of the query head at hand
+  KeptWeights kept;             // likewise, if some weights are dropped
+  int64_t b;                    // the sequence
   int64_t kv_head, first_head;  // the key head, and the first of its query heads that the block goes through
   int64_t own0, own1;           // the block's own rows
   int64_t begin;                // the first row of the first tile of the other side
@@ -216,6 +221,8 @@ __device__ __forceinline__ bool locate(const BackwardParams& params, int64_t til
   if (threadIdx.x == 0)
     block = {seq,
              head,
+             forward.drops_weights() ? kept_weights(forward, b, first_head) : KeptWeights{},
+             b,
              kv_head,
              first_head,
              own0,
@@ -263,6 +270,23 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
   }
   __device__ __forceinline__ const BackwardRow& row_of(int r, int c, int half, int e) const {
     return row_at(rows, kOwnsKeys ? fragment_column(c, e) : own_row + fragment_row(r, half));
+  }
+  // Which elements are kept: kStripBits bits per strip, as kept_in_strip has them.
+  static constexpr int kStripBits = 4 * kColumns;
+  __device__ __forceinline__ uint32_t kept() const {
+    static_assert(kStrips * kStripBits <= 32);
+    uint32_t found = 0;
+#pragma unroll
+    for (int r = 0; r < kStrips; r++) {
+      const int64_t own = w0 + 16 * r;
+      found |= kept_in_strip<kColumns, kOwnsKeys>(block.kept, kOwnsKeys ? at : own, kOwnsKeys ? own : at)
+               << r * kStripBits;
+    }
+    return found;
+  }
+  __device__ __forceinline__ static void keep_elements(Scores& x, uint32_t kept, float scale) {
+#pragma unroll
+    for (int r = 0; r < kStrips; r++) keep(x.x[r], kept >> r * kStripBits, scale);
   }
   // Hides an element. spoils becomes true if its product is NaN or infinite.
   __device__ __forceinline__ static void hide(float& s, float& dp, bool& spoils) {
@@ -344,7 +368,7 @@ __device__ __forceinline__ void write_gradients(const BackwardParams& params, co
                                params.grad_key_aligned),
                      w1 - w0);
     if constexpr (Shape::kMakesDv)
-      write_gradient(dv, 1, smem.own_vdo(), own_row,
+      write_gradient(dv, forward.kept_scale<float>(), smem.own_vdo(), own_row,
                      target<T>(args.grad_value, seq.k_batch, block.kv_head, seq.k_row + w0, forward.head_dim_v,
                                params.grad_value_aligned),
                      w1 - w0);
@@ -398,8 +422,12 @@ __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, kWanted>::kThreads,
       const bool some_empty = wait_for_tile<Shape>(smem.rows(stage));
       if (kStages == 2) copy_next();
       if (some_empty) clear_empty<kOther>(qk, vdo, smem.rows(stage));
-      if (kOwnsKeys && !block.plain && tile == 0) {
-        if (threadIdx.x == 0) block.head = head_scores(forward, block.seq, h);
+      const bool drops = forward.drops_weights();
+      if (kOwnsKeys && (!block.plain || drops) && tile == 0) {
+        if (threadIdx.x == 0) {
+          block.head = head_scores(forward, block.seq, h);
+          if (drops) block.kept = kept_weights(forward, block.b, h);
+        }
         __syncthreads();
       }
 
@@ -419,6 +447,11 @@ __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, kWanted>::kThreads,
       }
 
       // S becomes P, and dP becomes dS.
+      uint32_t kept;  // if weights are dropped
+      if (drops && verdict != Verdict::skip) {
+        kept = scores.kept();
+        scores.keep_elements(dp, kept, forward.kept_scale<float>());
+      }
       bool spoils = false;  // whether a product that is hidden is not finite
       if (verdict == Verdict::full)
         scores.template weigh_plain<false>(s, dp, spoils);
@@ -433,7 +466,10 @@ __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, kWanted>::kThreads,
 
       // dV += P^T dO, then dK += dS^T Q or dQ += dS K.
       if (verdict != Verdict::skip) {
-        if constexpr (Shape::kMakesDv) multiply(dv, Operand<T, kStrips, kColumns>(s), vdo, 0);
+        if constexpr (Shape::kMakesDv) {
+          if (drops) scores.keep_elements(s, kept, 1);
+          multiply(dv, Operand<T, kStrips, kColumns>(s), vdo, 0);
+        }
         if constexpr (Shape::kMakesDqk) multiply(dqk, Operand<T, kStrips, kColumns>(dp), qk, 0);
       }
       if constexpr (kStages == 1) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../elements.cuh"
+#include "../kept.cuh"
 #include "../rows.cuh"
 #include "../scores.cuh"
 #include "launch.h"
@@ -14,6 +15,7 @@ namespace flashsoftmax::cuda::sm80 {
 template <class T, int kWarps> struct ForwardBlock {
   Sequence seq;
   HeadScores head;
+  KeptWeights kept;  // if some weights are dropped
   Source<T> query, key, value;
   int64_t i0, i1;  // the block's queries
   int64_t j0;      // the first key of the first tile
@@ -89,6 +91,7 @@ __device__ __forceinline__ bool locate(const ForwardParams& params, const Forwar
   if (threadIdx.x == 0) {
     block.seq = seq;
     block.head = head_scores(args, seq, task.h);
+    if (args.drops_weights()) block.kept = kept_weights(args, task.b, task.h);
     block.query = source<T>(args.query, seq.q_batch, task.h, seq.q_row, seq.q_len, args.head_dim, params.aligned.query);
     block.key = source<T>(args, args.key, seq, task.b, kv_head, begin, end, args.head_dim, params.aligned.key);
     block.value = source<T>(args, args.value, seq, task.b, kv_head, begin, end, args.head_dim_v, params.aligned.value);
@@ -137,7 +140,7 @@ __device__ __forceinline__ void write_output(const ForwardParams& params, const 
     for (int h = 0; h < 2; h++) {
       State<float>& state = rows.state[r][h];
       factors[r][h] = args.sinks.data ? merge(state, {args.sinks.at<float>(task.h), 1}).into : 1;
-      factors[r][h] *= inverse_sum(state);
+      factors[r][h] *= inverse_sum(state) * args.kept_scale<float>();
     }
   for_each(acc, [&](float& x, int r, int, int h, int) { x *= factors[r][h]; });
   __syncwarp();
@@ -201,6 +204,7 @@ __global__ void __launch_bounds__(ForwardShape<T, kHeadDim>::kThreads, ForwardSh
       make_scores(s, block.head, block.seq, block.i0 + warp_row, block.j0 + tile * kKeys, verdict);
       rows.template scores_to_weights<T>(s, factors, block.head.unit);
       p = Operand<T, kStrips, kKeys / 8>(s);
+      if (args.drops_weights()) drop(p, block.kept, block.i0 + warp_row, block.j0 + tile * kKeys);
     }
     // O += P V, while the next keys and values are copied.
     wait_for_copies<1>();
