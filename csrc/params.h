@@ -66,16 +66,22 @@ struct AttentionParams {
   HeadVector alibi_slopes, sinks;
   Tensor4 mask;  // broadcast by strides of 0; dim is the key. Absent where data is null
   DType mask_dtype;
+  // The map of the mask, in scratch memory: MaskMap. Rows are cells of queries, dims are cells of keys or keys.
+  Tensor4 map_cells, map_bits;
   int64_t split_size;  // keys per split
 
   FLASHSOFTMAX_INLINE int64_t group() const { return heads_q / heads_kv; }
   FLASHSOFTMAX_INLINE int64_t batch() const { return cu_seqlens_q ? 1 : sequences; }  // of query, out and lse
 
-  // Whether every score is scale * q.k: no softcap, ALiBi or mask. Any other score feature belongs here too.
-  FLASHSOFTMAX_INLINE bool plain_scores() const { return softcap == 0 && !alibi_slopes.data && !mask.data; }
+  // Whether the mask is added to the scores; a bool mask only hides keys.
+  FLASHSOFTMAX_INLINE bool has_bias() const { return mask.data && mask_dtype != DType::boolean; }
+  // Whether every score is scale * q.k: no softcap, ALiBi or bias. Any other score feature belongs here too.
+  FLASHSOFTMAX_INLINE bool plain_scores() const { return softcap == 0 && !alibi_slopes.data && !has_bias(); }
   // Whether a kernel may take q.k for the score and leave the scale to the exponential: m is then in units of scale. A
   // scale this large or small, or not positive, is multiplied into every score instead.
-  FLASHSOFTMAX_INLINE bool scale_in_exp() const { return plain_scores() && scale > 1e-30 && scale < 1e30; }
+  FLASHSOFTMAX_INLINE bool scale_in_exp() const {
+    return plain_scores() && !mask.data && scale > 1e-30 && scale < 1e30;
+  }
 };
 
 // The score of query head h.
@@ -115,6 +121,58 @@ FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
   if (!s.valid) k_len = 0;
   s.band = {p.has_q_offset ? p.q_offset : k_len - s.q_len, p.window, k_len};
   return s;
+}
+
+// The sizes of the map of the mask: axes along which the mask is broadcast have size 1.
+struct MapShape {
+  int64_t batch, heads, queries, keys;  // of the mask
+  int64_t query_cells, key_cells;
+  int64_t words;  // of bits
+
+  FLASHSOFTMAX_INLINE explicit MapShape(const AttentionParams& p)
+      : batch(p.mask.batch ? p.sequences : 1),
+        heads(p.mask.head ? p.heads_q : 1),
+        queries(p.mask.row ? p.rows_q : 1),
+        keys(p.mask.dim ? p.seqlen_k : 1),
+        query_cells((queries + kCellQueries - 1) / kCellQueries),
+        key_cells((keys + kCellKeys - 1) / kCellKeys),
+        words(p.has_bias() ? 0 : cells() * kCellKeys) {}
+  FLASHSOFTMAX_INLINE int64_t cells() const { return batch * heads * query_cells * key_cells; }
+};
+
+// The bytes of the map of the mask: first its bits, then its cells. 0 if there is no mask, or no key that it hides.
+FLASHSOFTMAX_INLINE int64_t map_bytes(const AttentionParams& p) {
+  if (!p.mask.data || p.seqlen_k == 0) return 0;
+  const MapShape shape(p);
+  return (shape.words * int64_t(sizeof(uint16_t)) + shape.cells() + 63) / 64 * 64;
+}
+// Places the map, still to be made, in map_bytes(p) bytes of memory.
+FLASHSOFTMAX_INLINE void place_map(AttentionParams& p, void* memory) {
+  const MapShape shape(p);
+  const auto placed = [&](void* data, int64_t per_row, int64_t per_key) {
+    const int64_t plane = shape.query_cells * per_row;
+    return Tensor4{data, p.mask.batch ? shape.heads * plane : 0, p.mask.head ? plane : 0, p.mask.row ? per_row : 0,
+                   p.mask.dim ? per_key : 0};
+  };
+  if (shape.words) p.map_bits = placed(memory, shape.key_cells * kCellKeys, 1);
+  p.map_cells = placed(static_cast<uint16_t*>(memory) + shape.words, shape.key_cells, 1);
+}
+
+// What query heads [h, h + heads) of sequence b see.
+FLASHSOFTMAX_INLINE Visibility visibility(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h,
+                                          int64_t heads = 1) {
+  Visibility seen{s.band, {}};
+  const Tensor4 &cells = p.map_cells, &bits = p.map_bits;
+  if (cells.data)
+    seen.map = {static_cast<const uint8_t*>(cells.data) + cells.offset(b, h, 0),
+                bits.data ? static_cast<const uint16_t*>(bits.data) + bits.offset(b, h, 0) : nullptr,
+                cells.head ? heads : 1,
+                cells.head,
+                cells.row,
+                cells.dim,
+                bits.row,
+                bits.dim};
+  return seen;
 }
 
 struct AttentionBackwardParams {

@@ -22,7 +22,7 @@ template <class T> class Decode {
   const int64_t dim_padded = round_up(p.head_dim, V::lanes* kDepth<E>), depth_padded = dim_padded / kDepth<E>;
   const int64_t dim_v_padded = round_up(p.head_dim_v, V::lanes);
   const int64_t split_size = round_up(p.split_size, tile_keys);
-  const bool plain_scores = p.plain_scores();
+  const bool plain_scores = p.plain_scores(), has_bias = p.has_bias();
 
   struct Workspace {
     Arena arena;
@@ -45,6 +45,7 @@ template <class T> class Decode {
   // All query rows of one kv head of one sequence.
   struct Unit {
     Sequence sequence;
+    Visibility visible;  // to any of its heads
     int64_t b, kv_head, queries;
   };
   const int64_t units = p.sequences * p.heads_kv;
@@ -58,7 +59,8 @@ template <class T> class Decode {
   Unit unit(int64_t index) const {
     int64_t b = index / p.heads_kv;
     Sequence s = sequence(p, b);
-    return {s, b, index % p.heads_kv, s.q_len};
+    const int64_t kv_head = index % p.heads_kv;
+    return {s, visibility(p, s, b, kv_head * p.group(), p.group()), b, kv_head, s.q_len};
   }
 
   // The states of a unit's rows over one split of the keys.
@@ -78,8 +80,7 @@ template <class T> class Decode {
     }
     Rows<T> keys = key_rows<T>(p, p.key, u.sequence, u.b, u.kv_head);
     Rows<T> values = key_rows<T>(p, p.value, u.sequence, u.b, u.kv_head);
-    for (int64_t j0 = begin; j0 < end; j0 += tile_keys) {
-      int64_t n = min(tile_keys, end - j0);
+    auto attend = [&](int64_t j0, int64_t n) {
       gather(keys, j0, n, p.head_dim, dim_padded, w.k, w.k_rows);
       gather(values, j0, n, p.head_dim_v, dim_v_padded, w.v, w.v_rows);
       if (n % kDepth<E>) w.v_rows[n] = kNoValue;
@@ -97,7 +98,10 @@ template <class T> class Decode {
       for (int64_t j = 0; j < n; j += kFetch)
         in_row_blocks<2>([&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + kFetch, n)); });
       fold(states, w.tile);
-    }
+    };
+    for (int64_t tile = begin; tile < end; tile += tile_keys)
+      KeyRange{0, min(tile_keys, end - tile)}.for_each_stretch(
+          u.visible, 0, u.queries, tile, [&](KeyRange keys) { attend(tile + keys.begin, keys.count()); });
   }
 
   // total := total + states
@@ -161,17 +165,25 @@ template <class T> class Decode {
     const V first(min(u.sequence.band.first(i) - j0, tile_keys)),
         end(max<int64_t>(min(u.sequence.band.end(i) - j0, n), 0));
     const V distance(A(i + u.sequence.band.q_offset - j0));
-    if (p.mask.data) pack_mask(p, u.b, h, i, 1, j0, n, padded, w.bias);
+    if (has_bias) pack_bias(p, u.b, h, i, 1, j0, n, padded, w.bias);
+    const MaskMap map = visibility(p, u.sequence, u.b, h).map;
 
     V maxima(kHidden);
     for (int64_t j = 0; j < padded; j += V::lanes) {
       V key = V(A(j)) + V::iota();
       V score = score_of_key.content(V::load(s + j));
       if (!plain_scores) {
-        V bias = p.mask.data ? V::load(w.bias + j) : V(A(0));
+        V bias = has_bias ? V::load(w.bias + j) : V(A(0));
         score = score_of_key(score, distance - key, bias);
       }
-      score = select((first <= key) & (key < end), score, V(kHidden));
+      auto visible = (first <= key) & (key < end);
+      if (map.bits) {
+        const uint16_t* words = map.word(i, j0 + j);
+        const int bit = i % kCellQueries;
+        visible =
+            visible & (map.bits_key ? mask_of_words<A>(words, bit) : mask_of_bits<A>(*words >> bit & 1 ? ~0u : 0u));
+      }
+      score = select(visible, score, V(kHidden));
       maxima = max(maxima, score);
       score.store(s + j);
     }

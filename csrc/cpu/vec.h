@@ -49,6 +49,27 @@ template <class A> struct Mask {
   friend INLINE Mask operator&(Mask a, Mask b) { return {a.v & b.v}; }
 };
 
+// The mask whose lane n is bit n of `bits`.
+template <class A, int... n> INLINE Mask<A> mask_of_bits(uint32_t bits, std::integer_sequence<int, n...>) {
+  using I = decltype(Mask<A>::v);
+#if FLASHSOFTMAX_VECTOR_BYTES == 64
+  if constexpr (sizeof(A) == 4) return {I(_mm512_movm_epi32(bits))};
+  return {I(_mm512_movm_epi64(bits))};
+#else
+  return {((I{} + int(bits)) & I{1 << n...}) != 0};
+#endif
+}
+template <class A> INLINE Mask<A> mask_of_bits(uint32_t bits) {
+  return mask_of_bits<A>(bits, std::make_integer_sequence<int, kVectorBytes / sizeof(A)>{});
+}
+// The mask whose lane n is the given bit of words[n].
+template <class A> INLINE Mask<A> mask_of_words(const uint16_t* words, int bit) {
+  using I = decltype(Mask<A>::v);
+  typename Native<uint16_t, kVectorBytes / sizeof(A) * 2>::type narrow;
+  std::memcpy(&narrow, words, sizeof(narrow));
+  return {(__builtin_convertvector(narrow, I) & (1 << bit)) != 0};
+}
+
 template <class A> struct Vec {
   static constexpr int lanes = kVectorBytes / sizeof(A);
   using Elements = typename Native<A, kVectorBytes>::type;
