@@ -31,6 +31,7 @@ template <class T> class Decode {
     A* s = arena.take<A>(d.rows * tile_keys);                                   // [rows][tile_keys], scores
     E* weights = reinterpret_cast<E*>(s);                                       // [rows][weights_stride], in place of s
     A* bias = arena.take<A>(tile_keys);                                         // [tile_keys]
+    uint16_t* words = arena.take<uint16_t>(tile_keys);                          // [tile_keys]
     T* k = arena.take<T>(d.p.key.dim == 1 ? 0 : tile_keys * d.dim_padded);      // [tile_keys][dim_padded]
     T* v = arena.take<T>(d.p.value.dim == 1 ? 0 : tile_keys * d.dim_v_padded);  // [tile_keys][dim_v_padded]
     const T** k_rows = arena.take<const T*>(tile_keys + kRowsAhead);            // [tile_keys + kRowsAhead]
@@ -155,6 +156,14 @@ template <class T> class Decode {
     for (; r < rows; r++) f(r, std::integral_constant<int, 1>{});
   }
 
+  // The words of the map of the mask for keys j0 and on; null if it hides no key.
+  const uint16_t* words_of(const Unit& u, int64_t h, int64_t j0, int64_t count, const Workspace& w) const {
+    const MaskMap map = visibility(p, u.sequence, u.b, h).map;
+    if (!map.bits || map.bits_key) return map.bits ? map.word(0, j0) : nullptr;
+    std::fill_n(w.words, count, *map.word(0, 0));
+    return w.words;
+  }
+
   // Turns the scores of row r into weights, and sets m and l of the row's state of this tile.
   void weigh(const Unit& u, int64_t r, int64_t j0, int64_t n, const Workspace& w) const {
     int64_t i = r % p.seqlen_q, h = query_head(u, r);
@@ -166,7 +175,7 @@ template <class T> class Decode {
         end(max<int64_t>(min(u.sequence.band.end(i) - j0, n), 0));
     const V distance(A(i + u.sequence.band.q_offset - j0));
     if (has_bias) pack_bias(p, u.b, h, i, 1, j0, n, padded, w.bias);
-    const MaskMap map = visibility(p, u.sequence, u.b, h).map;
+    const uint16_t* words = words_of(u, h, j0, padded, w);
 
     V maxima(kHidden);
     for (int64_t j = 0; j < padded; j += V::lanes) {
@@ -176,14 +185,8 @@ template <class T> class Decode {
         V bias = has_bias ? V::load(w.bias + j) : V(A(0));
         score = score_of_key(score, distance - key, bias);
       }
-      auto visible = (first <= key) & (key < end);
-      if (map.bits) {
-        const uint16_t* words = map.word(i, j0 + j);
-        const int bit = i % kCellQueries;
-        visible =
-            visible & (map.bits_key ? mask_of_words<A>(words, bit) : mask_of_bits<A>(*words >> bit & 1 ? ~0u : 0u));
-      }
-      score = select(visible, score, V(kHidden));
+      score = select((first <= key) & (key < end), score, V(kHidden));
+      if (words) score = select(mask_of_words<A>(words + j, i), score, V(kHidden));
       maxima = max(maxima, score);
       score.store(s + j);
     }

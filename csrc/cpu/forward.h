@@ -173,14 +173,21 @@ template <class T> class Forward {
     unroll<Block::cols>([&](auto c) { largest[c] = V(kHidden); });
     for (int64_t j = keys.begin; j < keys.end;) {
       const int64_t end = min(Visibility::cell_end(step.j0 + j) - step.j0, keys.end);
-      const bool as_is = all_plain(j, end);
-      for (; j < end; j++)
-        unroll<Block::cols>([&](auto c) {
-          A* s = w.s + (j - keys.begin) * panel + c * V::lanes;
-          V content = score.content(V::load(s)), x = as_is ? content : score(j, c, content);
-          largest[c] = max(largest[c], x);
-          x.store(s);
-        });
+      auto set_scores = [&](auto score_of_content) {
+        for (; j < end; j++)
+          unroll<Block::cols>([&](auto c) {
+            A* s = w.s + (j - keys.begin) * panel + c * V::lanes;
+            V x = score_of_content(c, score.content(V::load(s)));
+            largest[c] = max(largest[c], x);
+            x.store(s);
+          });
+      };
+      if (all_plain(j, end))
+        set_scores([](auto, V content) { return content; });
+      else if (plain_scores)
+        set_scores([&](auto c, V content) { return score.hide(j, c, content); });
+      else
+        set_scores([&](auto c, V content) { return score(j, c, content); });
     }
   }
 

@@ -97,10 +97,13 @@ template <class A, int cols> class PanelScores {
   template <class C> INLINE V operator()(int64_t j, C c, V content) const {
     V key = V(A(j));
     V bias = bias_ ? V::load(bias_ + j * panel + c * V::lanes) : V(A(0));
-    V score = score_(content, distance_[c] - key, bias);
-    auto visible = (first_[c] <= key) & (key < end_[c]);
-    if (words_[c]) visible = visible & mask_of_bits<A>(words_[c][j * words_key_] >> first_bit_[c]);
-    return select(visible, score, V(kHidden));
+    return hide(j, c, score_(content, distance_[c] - key, bias));
+  }
+  // The same where scores are plain, or the score is known.
+  template <class C> INLINE V hide(int64_t j, C c, V score) const {
+    V key = V(A(j));
+    score = select((first_[c] <= key) & (key < end_[c]), score, V(kHidden));
+    return words_[c] ? select_bits(words_[c][j * words_key_] >> first_bit_[c], score, V(kHidden)) : score;
   }
 
  private:
