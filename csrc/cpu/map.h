@@ -12,51 +12,55 @@ template <class U> struct MaskCell {
   int64_t row_stride, key_stride;
   int64_t rows, keys;
 
-  // Calls f(r, row) for each row, with kCellKeys elements, `padding` behind the last; until f returns false.
-  template <class F> INLINE void for_each_row(U padding, F&& f) const {
-    for (int64_t r = 0; r < rows; r++) {
-      U row[kCellKeys];
-      const U* from = data + r * row_stride;
-      if (key_stride == 1 && keys == kCellKeys) {
-        std::memcpy(row, from, sizeof(row));
-      } else {
-        for (int64_t j = 0; j < kCellKeys; j++) row[j] = j < keys ? from[j * key_stride] : padding;
-      }
-      if (!f(r, row)) return;
-    }
+  // The elements of row r: those of the mask or, where they are not contiguous, a copy in `row`, with padding behind it.
+  INLINE const U* elements(int64_t r, U padding, U (&row)[kCellKeys]) const {
+    const U* from = data + r * row_stride;
+    if (key_stride == 1 && keys == kCellKeys) return from;
+    for (int64_t j = 0; j < kCellKeys; j++) row[j] = j < keys ? from[j * key_stride] : padding;
+    return row;
   }
 };
 
+// Whether any bit of a vector is set.
+template <class N> INLINE bool any(const N& vector) {
+  uint64_t parts[sizeof(N) / 8], some = 0;
+  std::memcpy(parts, &vector, sizeof(N));
+  for (uint64_t part : parts) some |= part;
+  return some != 0;
+}
+
 // The verdict of a cell of a bool mask, and the words of its bits. broadcast: its one row stands for all queries.
-INLINE Verdict map_cell(const MaskCell<uint8_t>& cell, bool broadcast, uint16_t* words) {
-  uint8_t halves[2][kCellKeys] = {};  // of the words: queries 0 to 7, and 8 to 15
-  cell.for_each_row(0, [&](int64_t r, const uint8_t* row) {
-    const uint8_t bit = 1 << r % 8;
-    uint8_t* half = halves[r / 8];
-    for (int64_t j = 0; j < kCellKeys; j++) half[j] |= row[j] ? bit : 0;
-    return true;
-  });
-  const uint16_t shown = broadcast ? 0xffff : (1 << cell.rows) - 1;
-  uint16_t some = 0, hidden = 0;
-  for (int64_t j = 0; j < kCellKeys; j++) {
-    uint16_t word = halves[0][j] | halves[1][j] << 8;
-    if (broadcast) word = word ? 0xffff : 0;
-    words[j] = word;
-    some |= word;
+INLINE Verdict map_cell(const MaskCell<uint8_t>& cell, bool broadcast, uint16_t* to) {
+  using Bytes = Native<uint8_t, kCellKeys>::type;
+  using Words = Native<uint16_t, 2 * kCellKeys>::type;
+  Bytes halves[2] = {};  // of the words: queries 0 to 7, and 8 to 15
+  for (int64_t r = 0; r < cell.rows; r++) {
+    uint8_t copy[kCellKeys];
+    Bytes row;
+    std::memcpy(&row, cell.elements(r, 0, copy), sizeof(row));
+    halves[r / 8] |= Bytes(row != 0) & uint8_t(1 << r % 8);
   }
-  for (int64_t j = 0; j < cell.keys; j++) hidden |= shown & ~words[j];
-  return !some ? Verdict::skip : hidden ? Verdict::partial : Verdict::full;
+  Words words = __builtin_convertvector(halves[0], Words) | __builtin_convertvector(halves[1], Words) << 8;
+  if (broadcast) words = Words(words != 0);
+  std::memcpy(to, &words, sizeof(words));
+  if (!any(words)) return Verdict::skip;
+  uint16_t shown[kCellKeys];  // the words of a cell that hides nothing
+  for (int64_t j = 0; j < kCellKeys; j++) shown[j] = j >= cell.keys ? 0 : broadcast ? 0xffff : (1 << cell.rows) - 1;
+  Words hidden;
+  std::memcpy(&hidden, shown, sizeof(hidden));
+  return any(hidden & ~words) ? Verdict::partial : Verdict::full;
 }
 // The same for a bias, which each score still has to be given: a cell is hidden, or it is partial.
 template <class U> INLINE Verdict map_cell(const MaskCell<U>& cell, bool, uint16_t*) {
-  Verdict verdict = Verdict::skip;
-  cell.for_each_row(cell.data[0], [&](int64_t, const U* row) {
-    bool some = false;
-    for (int64_t j = 0; j < kCellKeys; j++) some |= to_float(row[j]) != kHidden;
-    if (some) verdict = Verdict::partial;
-    return !some;
-  });
-  return verdict;
+  using V = Vec<Accumulate<U>>;
+  for (int64_t r = 0; r < cell.rows; r++) {
+    U copy[kCellKeys];
+    const U* row = cell.elements(r, cell.data[0], copy);
+    decltype(V() == V()) hidden = V(0) == V(0);
+    for (int64_t j = 0; j < kCellKeys; j += V::lanes) hidden = hidden & (load(row + j) == V(kHidden));
+    if (any(~hidden.v)) return Verdict::partial;
+  }
+  return Verdict::skip;
 }
 
 // The parameters with the map of their mask, which is made in `memory`, map_bytes(p) bytes.
