@@ -78,6 +78,11 @@ struct MaskMap {
   }
 };
 
+// The verdict of a tile from that of its band and that of the map.
+FLASHSOFTMAX_INLINE Verdict joined(Verdict in_band, Verdict in_map) {
+  return in_band == Verdict::skip || in_map == Verdict::full ? in_band : in_map;
+}
+
 // The keys that queries see: those of the band that the mask does not hide. Queries and keys below exist.
 struct Visibility {
   Band band;
@@ -85,9 +90,7 @@ struct Visibility {
 
   FLASHSOFTMAX_INLINE Verdict verdict(int64_t i0, int64_t i1, int64_t j0, int64_t j1) const {
     const Verdict in_band = band.verdict(i0, i1, j0, j1);
-    if (in_band == Verdict::skip || !map) return in_band;
-    const Verdict in_map = map.verdict(i0, i1, j0, j1);
-    return in_map == Verdict::full ? in_band : in_map;
+    return in_band == Verdict::skip || !map ? in_band : joined(in_band, map.verdict(i0, i1, j0, j1));
   }
   // Whether the mask hides the cell of key j from all of the queries [i0, i1). That cell is [cell_begin(j), cell_end(j)).
   FLASHSOFTMAX_INLINE bool hides(int64_t i0, int64_t i1, int64_t j) const {

@@ -1,10 +1,11 @@
 // Chooses the kernel for attention: decode for few queries, the tiled forward for others.
+#include "map.h"
 #include "sm80/launch.h"
 
 namespace flashsoftmax::cuda {
 
 int64_t attention_scratch(const AttentionParams& args) {
-  return args.seqlen_q <= kDecodeQueries ? sm80::decode_scratch(args) : 0;
+  return map_bytes(args) + (args.seqlen_q <= kDecodeQueries ? sm80::decode_scratch(args) : 0);
 }
 
 void attention(const AttentionParams& args, void* scratch, void* stream) {
@@ -13,7 +14,8 @@ void attention(const AttentionParams& args, void* scratch, void* stream) {
   const auto launch = args.seqlen_q <= kDecodeQueries
                           ? sm80::pick(sm80::decode<64>, sm80::decode<128>, sm80::decode<256>, args)
                           : sm80::pick(sm80::forward<64>, sm80::forward<128>, sm80::forward<256>, args);
-  launch(args, scratch, static_cast<cudaStream_t>(stream));
+  const auto s = static_cast<cudaStream_t>(stream);
+  launch(with_map(args, scratch, s), static_cast<char*>(scratch) + map_bytes(args), s);
 }
 
 }  // namespace flashsoftmax::cuda

@@ -40,9 +40,41 @@ __device__ __forceinline__ Range queries_of(const Band& band, int64_t j, int64_t
   return {clamp_to_int(band.first_query(j) - i0), j < band.kv_len ? clamp_to_int(band.end_query(j + 1) - i0) : 0};
 }
 
+// MaskMap::verdict, by all lanes of a warp together.
+__device__ __forceinline__ Verdict warp_verdict(const MaskMap& map, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+  const int64_t row = i0 / kCellQueries, key = j0 / kCellKeys;
+  const int keys = static_cast<int>((j1 - 1) / kCellKeys - key + 1);
+  const int per_head = static_cast<int>((i1 - 1) / kCellQueries - row + 1) * keys;
+  const uint8_t* first = map.cells + row * map.cell_row + key * map.cell_key;
+  bool some = false, all = true;
+#pragma unroll 1
+  for (int n = lane_id(); n < per_head * map.heads; n += kWarp) {
+    const int64_t at = n / per_head * map.cell_head + n % per_head / keys * map.cell_row + n % keys * map.cell_key;
+    const Verdict cell = static_cast<Verdict>(first[at]);
+    some = some || cell != Verdict::skip;
+    all = all && cell == Verdict::full;
+  }
+  if (!__any_sync(~0u, some)) return Verdict::skip;
+  return __all_sync(~0u, all) ? Verdict::full : Verdict::partial;
+}
+// The first tile from `tile` on, before `tiles`, of which the mask shows something to the queries [i0, i1); else tiles.
+// Tile n has the kKeys keys from j0 + n * kKeys on, as far as there are keys. By all lanes of a warp together.
+template <int kKeys>
+__device__ __forceinline__ int next_shown(const Visibility& visible, int64_t i0, int64_t i1, int64_t j0, int tile,
+                                          int tiles) {
+  if (!visible.map) return tile;
+#pragma unroll 1
+  for (; tile < tiles; tile++) {
+    const int64_t j = j0 + int64_t(tile) * kKeys;
+    if (warp_verdict(visible.map, i0, i1, j, min(j + kKeys, visible.band.kv_len)) != Verdict::skip) break;
+  }
+  return tile;
+}
+
+// Of an element of a bias, or of a word of the map of a bool mask.
 __device__ __forceinline__ int bytes_of(DType dtype) {
   switch (dtype) {
-    case DType::boolean: return 1;
+    case DType::boolean:
     case DType::f16:
     case DType::bf16: return 2;
     case DType::f32: return 4;
@@ -56,16 +88,18 @@ struct HeadScores {
   bool plain;  // q.k is the score, in multiples of unit; else scores are computed in full, and unit is 1
   float unit;
   int64_t q_offset;
-  const char* mask;  // at query 0 and key 0; null if absent
+  const char* mask;  // the bias, or the bits of the map, at query 0 and key 0; null if absent
   int64_t mask_row, mask_key;
   DType mask_dtype;
 
   // What the mask adds to a score; kHidden hides the key.
   __device__ __forceinline__ float bias(int64_t i, int64_t j) const {
     if (!mask) return 0;
-    const char* at = mask + (i * mask_row + j * mask_key) * bytes_of(mask_dtype);
+    const int64_t row = mask_dtype == DType::boolean ? uint64_t(i) / kCellQueries : i;
+    const char* at = mask + (row * mask_row + j * mask_key) * bytes_of(mask_dtype);
     switch (mask_dtype) {
-      case DType::boolean: return *at ? 0 : kHidden;
+      case DType::boolean:
+        return *reinterpret_cast<const uint16_t*>(at) >> uint32_t(i) % kCellQueries & 1 ? 0 : kHidden;
       case DType::f16: return __half2float(*reinterpret_cast<const __half*>(at));
       case DType::bf16: return __bfloat162float(*reinterpret_cast<const __nv_bfloat16*>(at));
       case DType::f32: return *reinterpret_cast<const float*>(at);
@@ -73,9 +107,9 @@ struct HeadScores {
     }
   }
 
-  // The score of a key within the band, from content = score.content(q.k).
-  __device__ __forceinline__ float at(float content, int64_t i, int64_t j) const {
-    return score(content, static_cast<float>(i + q_offset - j), bias(i, j));
+  // The score of a key within the band, from content = score.content(q.k). full: the mask need not be asked.
+  __device__ __forceinline__ float at(float content, int64_t i, int64_t j, bool full = false) const {
+    return score(content, static_cast<float>(i + q_offset - j), full ? 0 : bias(i, j));
   }
 };
 
