@@ -1,6 +1,5 @@
 """Masks that hide whole tiles: the answer is that of dense attention, and hidden tiles take no part."""
 
-from functools import partial
 
 import pytest
 import torch
@@ -99,7 +98,10 @@ def causal(rows, keys):
 AS_OPTIONS = {
     "causal": (causal, {"causal": True}),
     "window": (lambda m, n: causal(m, n) & ~causal(m, n).tril(n - m - 71), {"causal": True, "window": (70, 0)}),
-    "lengths": (lambda m, n: (torch.arange(n) < 300).expand(m, n), {"kv_lens": torch.tensor([300, 300]), "q_offset": 0}),
+    "lengths": (
+        lambda m, n: (torch.arange(n) < 300).expand(m, n),
+        {"kv_lens": torch.tensor([300, 300]), "q_offset": 0},
+    ),
 }
 
 
