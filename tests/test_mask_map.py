@@ -1,15 +1,17 @@
 """Masks that hide whole tiles: the answer is that of dense attention, and hidden tiles take no part."""
 
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import inf, nan
 
+import interpreter
 from cases import Case
 from checks import assert_same_bits, check_backward, check_forward, gradients, random_gradients
 from flashsoftmax import attention
+from flashsoftmax.library import ARGUMENTS
+from operators import attention_backward
 from test_properties import DTYPES, SLACK, bounded
 
 ROWS = pytest.mark.parametrize("rows", [3, 100], ids=["decode", "tiled"])
@@ -18,8 +20,8 @@ WRT = ["query", "key", "value"]
 call = Case("", split_size=512).call(attention)
 
 
-def on_interpreter(dtype=torch.bfloat16, **parameters):
-    return dtype != torch.float16
+def on_interpreter(dtype=torch.bfloat16, broadcast="heads", is_bias=False, **parameters):
+    return dtype == torch.bfloat16 and (broadcast, is_bias) in [("heads", False), ("keys", False), ("rows", True)]
 
 
 def make(rows, dtype, device="cpu", heads=(4, 2), keys=KEYS, **options):
@@ -242,3 +244,34 @@ def test_a_visible_nan_is_not_hidden(device):
     inputs["key"][:, :, 800] = nan
     out, _ = call(**inputs | {"attn_mask": mask})
     assert out[:, :, 50:].isnan().all() and not out[:, :, :50].any()
+
+
+# --- work ---
+
+
+def launches(rows, mask):
+    """What the GPU's kernels did in a forward and a backward, by name; without the one that makes the map."""
+    inputs = make(rows, torch.bfloat16, heads=(2, 1))
+    values = dict.fromkeys(ARGUMENTS["attention"]) | {name: inputs[name] for name in WRT} | {"attn_mask": mask}
+    values |= {"max_seqlen_q": rows, "max_seqlen_k": KEYS, "scale": 0.25, "softcap": 0.0, "split_size": 2048}
+    operators = interpreter.operators()
+    with interpreter.session() as run:
+        out, lse, lse_error = operators.attention(**values)
+        operators.attention_backward(**attention_backward(values, out, None, out, lse, lse_error))
+    return {launch.kernel: launch for launch in run.launches if "map_kernel" not in launch.kernel}
+
+
+@pytest.mark.interpreted
+@pytest.mark.skipif(interpreter.unavailable() is not None, reason=str(interpreter.unavailable()))
+@ROWS
+def test_work_follows_what_is_shown(rows):
+    """300 of 1,400 keys, in tiles of at most 64: at most 384. The others are neither read nor multiplied."""
+    mask = torch.zeros(1, 1, rows, KEYS, dtype=torch.bool)
+    mask[..., 700:1000] = True
+    some, everything = launches(rows, mask), launches(rows, None)
+    assert some.keys() == everything.keys() and len(some) == 4
+    for name, launch in some.items():
+        assert launch.mmas <= 0.28 * everything[name].mmas, name
+    forward = next(name for name in some if "forward" in name or "decode" in name)
+    inputs_read = 2 * 32 * (2 * rows + 2 * 384)  # batch, bytes per row, query heads, keys and values
+    assert some[forward].distinct_bytes_read <= inputs_read + 8192 < everything[forward].distinct_bytes_read / 2
