@@ -84,6 +84,9 @@ struct AttentionParams {
   Tensor4 mask;  // bool
   Tensor4 bias;
   DType bias_dtype;
+  // The map of the mask, or else of the bias, in scratch memory: MaskMap. Rows are cells of queries, dims are cells of
+  // keys or keys.
+  Tensor4 map_cells, map_bits;
   int64_t split_size;         // keys per split
   int64_t decode_split_size;  // likewise, of sequences that take the decode kernel in a call for longer ones
   // Sequences of fewer or more queries are left to another kernel.
@@ -93,13 +96,16 @@ struct AttentionParams {
   FLASHSOFTMAX_INLINE int64_t group() const { return heads_q / heads_kv; }
   FLASHSOFTMAX_INLINE int64_t batch() const { return cu_seqlens_q ? 1 : sequences; }  // of query, out and lse
 
-  // Whether scores or their visibility are looked up per element.
-  FLASHSOFTMAX_INLINE bool has_mask() const { return mask.data || bias.data; }
-  // Whether every score is scale * q.k: no softcap, ALiBi, bias or mask. Any other score feature belongs here too.
-  FLASHSOFTMAX_INLINE bool plain_scores() const { return softcap == 0 && !alibi_slopes.data && !has_mask(); }
+  FLASHSOFTMAX_INLINE bool has_bias() const { return bias.data; }
+  // What the map is made of: the mask, or a bias, whose -inf hides.
+  FLASHSOFTMAX_INLINE const Tensor4& mapped() const { return mask.data ? mask : bias; }
+  // Whether every score is scale * q.k: no softcap, ALiBi or bias. Any other score feature belongs here too.
+  FLASHSOFTMAX_INLINE bool plain_scores() const { return softcap == 0 && !alibi_slopes.data && !has_bias(); }
   // Whether a kernel may take q.k for the score and leave the scale to the exponential: m is then in units of scale. A
   // scale this large or small, or not positive, is multiplied into every score instead.
-  FLASHSOFTMAX_INLINE bool scale_in_exp() const { return plain_scores() && scale > 1e-30 && scale < 1e30; }
+  FLASHSOFTMAX_INLINE bool scale_in_exp() const {
+    return plain_scores() && !mask.data && scale > 1e-30 && scale < 1e30;
+  }
   // Whether some weights are dropped before they meet their values, and the factor of those that are kept.
   FLASHSOFTMAX_INLINE bool drops_weights() const { return bool(dropout.seed); }
   template <class A> FLASHSOFTMAX_INLINE A kept_scale() const { return A(dropout.scale); }
@@ -169,6 +175,59 @@ FLASHSOFTMAX_INLINE Sequence sequence(const AttentionParams& p, int64_t b) {
   const int64_t q_offset = p.has_q_offset ? p.q_offset : k_len - s.q_len;
   s.band = {q_offset - s.first_key, p.window, k_len - s.first_key};
   return s;
+}
+
+// The sizes of the map of a mask: axes along which the mask is broadcast have size 1.
+struct MapShape {
+  int64_t batch, heads, queries, keys;  // of the mask
+  int64_t query_cells, key_cells;
+  int64_t words;  // of bits
+
+  FLASHSOFTMAX_INLINE explicit MapShape(const AttentionParams& p)
+      : batch(p.mapped().batch ? p.sequences : 1),
+        heads(p.mapped().head ? p.heads_q : 1),
+        queries(p.mapped().row ? p.rows_q : 1),
+        keys(p.mapped().dim ? p.seqlen_k : 1),
+        query_cells((queries + kCellQueries - 1) / kCellQueries),
+        key_cells((keys + kCellKeys - 1) / kCellKeys),
+        words(p.mask.data ? cells() * kCellKeys + kWordsBehind : 0) {}
+  FLASHSOFTMAX_INLINE int64_t cells() const { return batch * heads * query_cells * key_cells; }
+};
+
+// The bytes of the map: first its bits, then its cells. 0 if there is neither mask nor bias, or no key.
+FLASHSOFTMAX_INLINE int64_t map_bytes(const AttentionParams& p) {
+  if (!p.mapped().data || p.seqlen_k == 0) return 0;
+  const MapShape shape(p);
+  return (shape.words * int64_t(sizeof(uint16_t)) + shape.cells() + 63) / 64 * 64;
+}
+// Places the map, still to be made, in map_bytes(p) bytes of memory.
+FLASHSOFTMAX_INLINE void place_map(AttentionParams& p, void* memory) {
+  const MapShape shape(p);
+  const auto placed = [&](void* data, int64_t per_row, int64_t per_key) {
+    const int64_t plane = shape.query_cells * per_row;
+    const Tensor4& mapped = p.mapped();
+    return Tensor4{data, mapped.batch ? shape.heads * plane : 0, mapped.head ? plane : 0, mapped.row ? per_row : 0,
+                   mapped.dim ? per_key : 0};
+  };
+  if (shape.words) p.map_bits = placed(memory, shape.key_cells * kCellKeys, 1);
+  p.map_cells = placed(static_cast<uint16_t*>(memory) + shape.words, shape.key_cells, 1);
+}
+
+// What query heads [h, h + heads) of sequence b see.
+FLASHSOFTMAX_INLINE Visibility visibility(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h,
+                                          int64_t heads = 1) {
+  Visibility seen{s.band, {}, s.first_key};
+  const Tensor4 &cells = p.map_cells, &bits = p.map_bits;
+  if (cells.data)
+    seen.map = {static_cast<const uint8_t*>(cells.data) + cells.offset(b, h, 0),
+                bits.data ? static_cast<const uint16_t*>(bits.data) + bits.offset(b, h, 0) : nullptr,
+                cells.head ? heads : 1,
+                cells.head,
+                cells.row,
+                cells.dim,
+                bits.row,
+                bits.dim};
+  return seen;
 }
 
 struct AttentionBackwardParams {

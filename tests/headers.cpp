@@ -93,6 +93,13 @@ int64_t first_query(int64_t j0, int64_t q_offset, int64_t left, int64_t right, i
 int64_t end_query(int64_t j1, int64_t q_offset, int64_t left, int64_t right, int64_t kv_len) {
   return Band{q_offset, {left, right}, kv_len}.end_query(j1);
 }
+int verdict_of_map(const uint8_t* cells, int64_t heads, int64_t head, int64_t row, int64_t key, int64_t i0, int64_t i1,
+                   int64_t j0, int64_t j1, int64_t q_offset, int64_t left, int64_t right, int64_t kv_len) {
+  const MaskMap map{cells, nullptr, heads, head, row, key, 0, 0};
+  return static_cast<int>(Visibility{{q_offset, {left, right}, kv_len}, map}.verdict(i0, i1, j0, j1));
+}
+int64_t cell_queries() { return kCellQueries; }
+int64_t cell_keys() { return kCellKeys; }
 int64_t unbounded() { return kUnbounded; }
 
 }  // extern "C"
@@ -102,7 +109,8 @@ template <class N> __global__ void on_device(AttentionParams p, const N* scores,
   attend(scores, scores + n, n, 32, threadIdx.x % 2 == 0, out);
   score(out[0], N(p.scale), N(p.softcap), N(1), out[1], out[2], out);
   out[threadIdx.x] += N(kept_weights(p, blockIdx.x, 0).bits(threadIdx.x, 0));
-  out[threadIdx.x] += N(int(sequence(p, blockIdx.x).band.verdict(0, 16, 0, 64)));
+  const Sequence s = sequence(p, blockIdx.x);
+  out[threadIdx.x] += N(int(visibility(p, s, s.q_batch, 0).verdict(0, 16, 0, 64)));
 }
 template __global__ void on_device(AttentionParams, const float*, int64_t, float*);
 template __global__ void on_device(AttentionParams, const double*, int64_t, double*);

@@ -56,6 +56,20 @@ MUTATIONS = [
         FORWARD,
     ),
     Mutation(
+        "map: the bits of two queries are exchanged",
+        "map.cu",
+        "word |= 1u << r;",
+        "word |= 1u << (r ^ 1);",
+        "test_mask_map and interpreted and however and tiled",
+    ),
+    Mutation(
+        "map: no tile is left out",
+        "scores.cuh",
+        "  if (!visible.map) return tile;\n",
+        "  return tile;\n",
+        "test_mask_map and interpreted and work and tiled",
+    ),
+    Mutation(
         "decode: the states of warps meet without a barrier",
         "sm80/decode.cuh",
         "  states.finish(unit);\n\n  // The results of the warps, in place of rings and queries.\n  __syncthreads();",

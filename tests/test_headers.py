@@ -41,7 +41,7 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or tool("g++")
     compile_with(*compiler.split(), "-std=c++17", "-O2", *WARNINGS, "-shared", "-fPIC", SOURCE, "-o", library)
     loaded = ctypes.CDLL(str(library))
-    for name in ("first", "end", "first_query", "end_query", "unbounded"):
+    for name in ("first", "end", "first_query", "end_query", "unbounded", "cell_queries", "cell_keys"):
         getattr(loaded, name).restype = ctypes.c_int64
     for name in ("limit", "kept"):
         getattr(loaded, name).restype = ctypes.c_uint32
@@ -183,6 +183,29 @@ def test_first_and_end_query(headers: ctypes.CDLL, band: Rule, j0: int, keys: in
     first, end = (f(*map(ctypes.c_int64, (j, *band))) for f, j in ((headers.first_query, j0), (headers.end_query, j1)))
     seen = [i for i in range(70) if any(visible(i, j, band) for j in range(j0, j1))]
     assert [i for i in range(70) if first <= i < end] == seen
+
+
+@hypothesis.settings(max_examples=500)
+@hypothesis.given(bands(), st.data())
+def test_verdict_of_band_and_map(headers: ctypes.CDLL, band: Rule, data: st.DataObject) -> None:
+    queries, keys = headers.cell_queries(), headers.cell_keys()
+    band = (band[0], *band[1:3], 4 * keys)
+    heads, rows, columns = (data.draw(st.sampled_from([1, n])) for n in (2, 3, 4))  # 1: broadcast
+    cells = data.draw(st.lists(st.sampled_from([SKIP, PARTIAL, FULL]), min_size=24, max_size=24))
+    strides = (rows * columns if heads > 1 else 0, columns if rows > 1 else 0, int(columns > 1))
+    i0, j0 = data.draw(st.integers(0, 3 * queries - 1)), data.draw(st.integers(0, 4 * keys - 1))
+    i1, j1 = data.draw(st.integers(i0 + 1, 3 * queries)), data.draw(st.integers(j0 + 1, 4 * keys))
+    array = (ctypes.c_uint8 * 24)(*cells)
+    verdict = headers.verdict_of_map(array, *map(ctypes.c_int64, (heads, *strides, i0, i1, j0, j1, *band)))
+    met = {
+        cells[h * strides[0] + i * strides[1] + j * strides[2]]
+        for h in range(heads)
+        for i in range(i0 // queries, (i1 - 1) // queries + 1)
+        for j in range(j0 // keys, (j1 - 1) // keys + 1)
+    }
+    in_band = headers.verdict(*map(ctypes.c_int64, (i0, i1, j0, j1, *band)))
+    assert (verdict == SKIP) == (in_band == SKIP or met == {SKIP})
+    assert (verdict == FULL) == (in_band == FULL and met == {FULL})
 
 
 def test_unbounded_does_not_overflow(headers: ctypes.CDLL) -> None:

@@ -27,16 +27,19 @@ Attend = Callable[[Tensor, Tensor, Tensor, Shape], Tensor]
 
 
 def ours(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+    if shape.as_mask:
+        return attention(query, key, value, shape.mask(query.device))
     window = None if shape.window is None else (shape.window, None)
-    return attention(query, key, value, causal=shape.causal, window=window)
+    kv_lens = None if shape.filled is None else torch.full((shape.batch,), shape.filled, device=query.device)
+    return attention(query, key, value, causal=shape.causal, window=window, kv_lens=kv_lens)
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
     gqa = shape.group > 1
-    if shape.window is None and (shape.queries == shape.keys or not shape.causal):
+    if shape.shown in ("", "causal") and (shape.queries == shape.keys or not shape.causal):
         return scaled_dot_product_attention(query, key, value, is_causal=shape.causal, enable_gqa=gqa)
-    hidden = shape.hidden(torch.arange(shape.queries, device=query.device))
-    return scaled_dot_product_attention(query, key, value, None if hidden is None else ~hidden, enable_gqa=gqa)
+    mask = shape.mask(query.device)
+    return scaled_dot_product_attention(query, key, value, mask, enable_gqa=gqa)
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, shape: Shape, rows: Tensor | None = None) -> Tensor:
@@ -55,8 +58,8 @@ def flash_attn(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tenso
     """flash_attn takes and returns [batch, rows, heads, dim]."""
     from flash_attn import flash_attn_func, flash_attn_with_kvcache  # type: ignore[import-not-found]
 
-    if shape.window is not None:
-        raise NotImplementedError("the benchmark calls flash_attn without a window only")
+    if shape.shown not in ("", "causal"):
+        raise NotImplementedError("the benchmark calls flash_attn without a window or a mask only")
     call = flash_attn_with_kvcache if shape.kind == "decode" else flash_attn_func
     out: Tensor = call(*(x.transpose(1, 2) for x in (query, key, value)), causal=shape.causal)
     return out.transpose(1, 2)
@@ -69,8 +72,10 @@ def flashinfer(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tenso
         single_prefill_with_kv_cache,
     )
 
-    if shape.batch > 1 or shape.kind == "forward + backward" or shape.window is not None:
-        raise NotImplementedError("the benchmark calls flashinfer for a forward of one sequence without a window only")
+    if shape.batch > 1 or shape.kind == "forward + backward" or shape.shown not in ("", "causal"):
+        raise NotImplementedError(
+            "the benchmark calls flashinfer for a forward of one sequence without a window or a mask only"
+        )
     if shape.queries == 1:
         out: Tensor = single_decode_with_kv_cache(query[0, :, 0], key[0], value[0], kv_layout="HND")
         return out[None, :, None]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +34,32 @@ class Shape:
     causal: bool = False
     window: int | None = None
     """How many keys before its own position a query sees; None: all."""
+    filled: int | None = None
+    """How many keys are filled; None: all."""
+    documents: int | None = None
+    """The length of documents that do not see each other; None: one document."""
+    half: bool = False
+    """Whether each query sees a random half of the keys."""
+    as_mask: bool = False
+    """Whether the visible keys are given as a bool mask, which is made beforehand, instead of by options."""
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
-        causal = " causal" if self.causal else ""
-        window = "" if self.window is None else f" window {self.window}"
-        return f"{self.kind} B{self.batch} H{heads} {self.queries} x {self.keys} D{self.dim}{causal}{window}"
+        shown = self.shown and f" {self.shown}"
+        return f"{self.kind} B{self.batch} H{heads} {self.queries} x {self.keys} D{self.dim}{shown}"
+
+    @property
+    def shown(self) -> str:
+        """The visible keys, in words; empty if all are."""
+        rules = {
+            "causal": self.causal,
+            f"window {self.window}": self.window is not None,
+            f"{self.filled} filled": self.filled is not None,
+            f"documents of {self.documents}": self.documents is not None,
+            "random half": self.half,
+        }
+        words = " ".join(rule for rule, applies in rules.items() if applies)
+        return f"{words} as mask" if self.as_mask else words
 
     @property
     def group(self) -> int:
@@ -47,16 +68,19 @@ class Shape:
 
     def first(self, query: int) -> int:
         """The first key that the query sees. The last query is at the position of the last key."""
-        return 0 if self.window is None else max(0, query + self.keys - self.queries - self.window)
+        own = query + self.keys - self.queries
+        document = own // self.documents * self.documents if self.documents else 0
+        return document if self.window is None else max(document, own - self.window)
 
     def end(self, query: int) -> int:
         """One past the last key that the query sees. Less than or equal to `first` if it sees none."""
-        return min(query + self.keys - self.queries + 1, self.keys) if self.causal else self.keys
+        filled = self.keys if self.filled is None else self.filled
+        return min(query + self.keys - self.queries + 1, filled) if self.causal else filled
 
     @property
     def visible(self) -> int:
         """Pairs of a query and a visible key, per head."""
-        return sum(max(0, self.end(i) - self.first(i)) for i in range(self.queries))
+        return sum(max(0, self.end(i) - self.first(i)) for i in range(self.queries)) // (1 + self.half)
 
     @property
     def flops(self) -> float:
@@ -65,7 +89,8 @@ class Shape:
         return forward * (3.5 if self.kind == "forward + backward" else 1)
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
-        return 2 * self.batch * self.heads_kv * self.keys * self.dim * dtype.itemsize
+        """Of the filled keys and values."""
+        return 2 * self.batch * self.heads_kv * (self.filled or self.keys) * self.dim * dtype.itemsize
 
     @property
     def score_bytes(self) -> int:
@@ -79,12 +104,28 @@ class Shape:
 
     def hidden(self, rows: Tensor) -> Tensor | None:
         """[rows, keys]: True where the query does not see the key. None if every query sees every key."""
-        if not self.causal and self.window is None:
+        if not replace(self, as_mask=False).shown:
             return None
         keys = torch.arange(self.keys, device=rows.device)
         own = rows[:, None] + (self.keys - self.queries)
         hidden = (keys > own) & self.causal
-        return hidden if self.window is None else hidden | (keys < own - self.window)
+        if self.window is not None:
+            hidden = hidden | (keys < own - self.window)
+        if self.filled is not None:
+            hidden = hidden | (keys >= self.filled)
+        if self.documents is not None:
+            hidden = hidden | (keys // self.documents != own // self.documents)
+        if self.half:
+            random = torch.rand(self.queries, self.keys, generator=torch.Generator().manual_seed(0))
+            hidden = hidden | (random < 0.5).to(rows.device)[rows]
+        return hidden
+
+    @cache  # noqa: B019 - a few masks in a process that ends soon
+    def mask(self, device: torch.device) -> Tensor | None:
+        """True where the query sees the key, for the mask of a call; one row if that is enough."""
+        one_row = replace(self, filled=None, as_mask=False).shown == ""
+        hidden = self.hidden(torch.arange(1 if one_row else self.queries, device=device))
+        return None if hidden is None else ~hidden
 
     def inputs(self, dtype: torch.dtype, device: str) -> Inputs:
         torch.manual_seed(0)
@@ -126,10 +167,26 @@ def filled(kind: Kind, lengths: tuple[int, ...]) -> tuple[Shape, ...]:
     )
 
 
+def masks() -> tuple[Shape, ...]:
+    """Bool masks beside the options that show the same keys, as far as there are such options."""
+    causal: dict[str, Any] = {"causal": True}
+    rules: tuple[dict[str, Any], ...] = ({}, causal, causal | {"window": 255}, {"filled": 1536})
+    only_masks: tuple[dict[str, Any], ...] = (causal | {"documents": 256}, {"half": True})
+    kinds: tuple[Kind, ...] = ("forward", "forward + backward")
+    tiled = [
+        Shape(kind, 1, 16, 4, 2048, 2048, 64, **rule, as_mask=as_mask)
+        for kind in kinds
+        for as_mask, all_rules in ((False, rules), (True, rules[1:] + only_masks))
+        for rule in all_rules
+    ]
+    return (*tiled, *(Shape("decode", 1, 16, 4, 1, 8192, 64, filled=512, as_mask=as_mask) for as_mask in (False, True)))
+
+
 SUITES = {
     "prefill": square("forward", (512, 2048, 8192)),
     "backward": square("forward + backward", (512, 2048)),
     "decode": decode((1024, 8192, 65536)),
+    "masks": masks(),
     "gpu-prefill": filled("forward", (1024, 4096, 16384)),
     "gpu-backward": filled("forward + backward", (1024, 4096)),
     "gpu-decode": (*decode((8192, 131072), batches=(1,)), *decode((8192,), batches=(32,))),

@@ -119,7 +119,7 @@ def table_row(result: Result) -> list[str]:
     return [
         result.dtype,
         shape.kind,
-        "causal" if shape.causal else "",
+        shape.shown,
         f"{shape.batch}",
         f"{shape.heads}/{shape.heads_kv}",
         f"{shape.queries} x {shape.keys}",

@@ -71,7 +71,7 @@ template <class T> class Backward {
     A* lse = arena.take<A>(tile_queries);                 // [tile_queries]
     A* lse_error = arena.take<A>(tile_queries);           // [tile_queries]
     A* delta = arena.take<A>(tile_queries);               // [tile_queries]
-    A* mask = arena.take<A>(Scores::mask_elements(b.p));  // [mask_elements], for Scores
+    A* bias = arena.take<A>(Scores::bias_elements(b.p));  // [bias_elements], for Scores
     // [tile_keys][tile_queries]
     double* grad_bias_sums = arena.take<double>(b.bias_is_broadcast ? tile_keys * tile_queries : 0);
 
@@ -93,8 +93,9 @@ template <class T> class Backward {
     int64_t b, kv_head, j0, keys;
   };
   struct QueryTile {
+    Visibility visible;
     int64_t h, i, queries;
-    KeyRange keys;  // those of the tile of keys that any of the queries sees
+    KeyRange keys;  // of the tile of keys, from the first to the last that any of the queries sees
   };
 
   Workspace workspace(char* memory) const { return {Arena(memory), *this}; }
@@ -151,10 +152,13 @@ template <class T> class Backward {
     const int64_t first_query = band.first_query(t.j0),
                   end_query = min(t.sequence.q_len, band.end_query(t.j0 + t.keys));
     if (t.keys > 0) {
-      pack_keys(t, w);
+      bool packed = false;  // once some query sees the keys; until then their gradient is 0, as it was allocated
       for (int64_t g = 0; g < p.group(); g++)
         for (int64_t tile = first_query / tile_queries; max(first_query, tile * tile_queries) < end_query; tile++) {
           const QueryTile q = query_tile(t, t.kv_head * p.group() + g, tile);
+          if (q.keys.count() <= 0) continue;
+          if (!packed) pack_keys(t, w);
+          packed = true;
           pack_queries(t, q, w, all);
           multiply_scores(q, w);
           weigh_tile(t, q, w);
@@ -163,7 +167,7 @@ template <class T> class Backward {
           all.grad_q.in_turn(task, g * query_tiles + tile,
                              [&] { add_grad_queries(q, w, grad_q + (g * seqlen_q + q.i) * dim_padded); });
         }
-      store_grad_keys(t, w);
+      if (packed) store_grad_keys(t, w);
     }
     all.grad_q.end(task, [&] { store_grad_queries(t, grad_q); });
   }
@@ -181,7 +185,8 @@ template <class T> class Backward {
   }
   QueryTile query_tile(const KeyTile& t, int64_t h, int64_t tile) const {
     const int64_t i = tile * tile_queries, queries = min(tile_queries, t.sequence.q_len - i);
-    return {h, i, queries, KeyRange{0, t.keys}.seen(t.sequence.band, i, i + queries, t.j0)};
+    const Visibility visible = visibility(p, t.sequence, t.b, h);
+    return {visible, h, i, queries, KeyRange{0, t.keys}.seen(visible, i, i + queries, t.j0)};
   }
 
   // The elements of packed rows.
@@ -259,8 +264,8 @@ template <class T> class Backward {
                    w.factors + q.keys.begin * tile_queries);
     for (int64_t column = 0; column < q.queries; column += panel) {
       const int64_t i = q.i + column, queries = min(panel, q.queries - column);
-      Scores score(score_of<A>(p, t.b, q.h), p, t.sequence, t.b, q.h, i, queries, t.j0, t.keys, w.mask);
-      const Verdict verdict = t.sequence.band.verdict(i, i + queries, t.j0 + q.keys.begin, t.j0 + q.keys.end);
+      Scores score(score_of<A>(p, t.b, q.h), p, q.visible, t.b, q.h, i, queries, t.j0, t.keys, w.bias);
+      const Verdict verdict = q.visible.verdict(i, i + queries, t.j0 + q.keys.begin, t.j0 + q.keys.end);
       if (plain_scores && !drops_weights && queries == panel && verdict == Verdict::full)
         weigh_panel<false, false>(score, column, q.keys, w);
       else if (!drops_weights)

@@ -52,7 +52,6 @@ using Shorts = Native<uint16_t, kVectorBytes>::type;      // twice as many
 
 INLINE float to_float(float x) { return x; }
 INLINE double to_float(double x) { return x; }
-INLINE float to_float(bool attend) { return attend ? 0.0f : kHidden; }  // a bool mask, as a number to add to a score
 INLINE float to_float(bf16 x) {
   uint32_t bits = uint32_t(x.bits) << 16;
   float y;

@@ -22,7 +22,7 @@ template <class T> class Decode {
   const int64_t dim_padded = round_up(p.head_dim, V::lanes* kDepth<E>), depth_padded = dim_padded / kDepth<E>;
   const int64_t dim_v_padded = round_up(p.head_dim_v, V::lanes);
   const int64_t split_size = round_up(p.split_size, tile_keys);
-  const bool plain_scores = p.plain_scores();
+  const bool plain_scores = p.plain_scores(), has_bias = p.has_bias();
 
   struct Workspace {
     Arena arena;
@@ -31,6 +31,7 @@ template <class T> class Decode {
     A* s = arena.take<A>(d.rows * tile_keys);                                   // [rows][tile_keys], scores
     E* weights = reinterpret_cast<E*>(s);                                       // [rows][weights_stride], in place of s
     A* bias = arena.take<A>(tile_keys);                                         // [tile_keys]
+    uint16_t* words = arena.take<uint16_t>(tile_keys);                          // [tile_keys]
     T* k = arena.take<T>(d.p.key.dim == 1 ? 0 : tile_keys * d.dim_padded);      // [tile_keys][dim_padded]
     T* v = arena.take<T>(d.p.value.dim == 1 ? 0 : tile_keys * d.dim_v_padded);  // [tile_keys][dim_v_padded]
     const T** k_rows = arena.take<const T*>(tile_keys + kRowsAhead);            // [tile_keys + kRowsAhead]
@@ -45,6 +46,7 @@ template <class T> class Decode {
   // All query rows of one kv head of one sequence: row = head in the group * queries + query.
   struct Unit {
     Sequence sequence;
+    Visibility visible;  // to any of its heads
     int64_t b, kv_head, queries, rows;
   };
   const int64_t units = p.sequences * p.heads_kv;
@@ -58,7 +60,8 @@ template <class T> class Decode {
   Unit unit(int64_t index) const {
     int64_t b = index / p.heads_kv;
     Sequence s = sequence(p, b);
-    return {s, b, index % p.heads_kv, s.q_len, p.group() * s.q_len};
+    const int64_t kv_head = index % p.heads_kv;
+    return {s, visibility(p, s, b, kv_head * p.group(), p.group()), b, kv_head, s.q_len, p.group() * s.q_len};
   }
 
   // The states of a unit's rows over one split of the keys.
@@ -75,8 +78,7 @@ template <class T> class Decode {
            w.q + r * depth_padded);
     Rows<T> keys = key_rows<T>(p, p.key, u.sequence, u.b, u.kv_head);
     Rows<T> values = key_rows<T>(p, p.value, u.sequence, u.b, u.kv_head);
-    for (int64_t j0 = begin; j0 < end; j0 += tile_keys) {
-      int64_t n = min(tile_keys, end - j0);
+    auto attend = [&](int64_t j0, int64_t n) {
       gather(keys, j0, n, p.head_dim, dim_padded, w.k, w.k_rows);
       gather(values, j0, n, p.head_dim_v, dim_v_padded, w.v, w.v_rows);
       if (n % kDepth<E>) w.v_rows[n] = kNoValue;
@@ -94,7 +96,10 @@ template <class T> class Decode {
       for (int64_t j = 0; j < n; j += kFetch)
         in_row_blocks<2>(u.rows, [&](int64_t r, auto count) { accumulate<count>(w, r, j, min(j + kFetch, n)); });
       fold(states, w.tile);
-    }
+    };
+    for (int64_t tile = begin; tile < end; tile += tile_keys)
+      KeyRange{0, min(tile_keys, end - tile)}.for_each_stretch(
+          u.visible, 0, u.queries, tile, [&](KeyRange keys) { attend(tile + keys.begin, keys.count()); });
   }
 
   // total := total + states
@@ -147,6 +152,14 @@ template <class T> class Decode {
     for (; r < rows; r++) f(r, std::integral_constant<int, 1>{});
   }
 
+  // The words of the map of the mask for keys j0 and on; null if it hides no key.
+  const uint16_t* words_of(const Unit& u, int64_t h, int64_t j0, int64_t count, const Workspace& w) const {
+    const Visibility visible = visibility(p, u.sequence, u.b, h);
+    if (!visible.map.bits || visible.map.bits_key) return visible.map.bits ? visible.word(0, j0) : nullptr;
+    std::fill_n(w.words, count, *visible.word(0, 0));
+    return w.words;
+  }
+
   // Turns the scores of row r into weights, and sets m and l of the row's state of this tile.
   void weigh(const Unit& u, int64_t r, int64_t j0, int64_t n, const Workspace& w) const {
     int64_t i = r % u.queries, h = query_head(u, r);
@@ -156,17 +169,19 @@ template <class T> class Decode {
     const V first(min(u.sequence.band.first(i) - j0, tile_keys)),
         end(max<int64_t>(min(u.sequence.band.end(i) - j0, n), 0));
     const V distance(A(i + u.sequence.band.q_offset - j0));
-    if (p.has_mask()) pack_bias(p, u.sequence, u.b, h, i, 1, j0, n, padded, w.bias);
+    if (has_bias) pack_bias(p, u.visible, u.b, h, i, 1, j0, n, padded, w.bias);
+    const uint16_t* words = words_of(u, h, j0, padded, w);
 
     V maxima(kHidden);
     for (int64_t j = 0; j < padded; j += V::lanes) {
       V key = V(A(j)) + V::iota();
       V score = score_of_key.content(V::load(s + j));
       if (!plain_scores) {
-        V bias = p.has_mask() ? V::load(w.bias + j) : V(A(0));
+        V bias = has_bias ? V::load(w.bias + j) : V(A(0));
         score = score_of_key(score, distance - key, bias);
       }
       score = select((first <= key) & (key < end), score, V(kHidden));
+      if (words) score = select(mask_of_words<A>(words + j, i), score, V(kHidden));
       maxima = max(maxima, score);
       score.store(s + j);
     }

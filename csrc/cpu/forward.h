@@ -26,7 +26,7 @@ template <class T> class Forward {
   const int64_t depth_padded = round_up(depth, 16), dim_v_padded = round_up(p.head_dim_v, 16);
   const int64_t split_size = round_up(p.split_size, tile_keys);
   const int64_t tiles = ceil_div(min(p.seqlen_q, p.rows_q), tile_queries);
-  const bool scale_in_exp = p.scale_in_exp();
+  const bool plain_scores = p.plain_scores(), scale_in_exp = p.scale_in_exp();
 
   struct Workspace {
     Arena arena;
@@ -38,7 +38,7 @@ template <class T> class Forward {
     A* s = arena.take<A>(tile_keys * panel);                   // [tile_keys][panel]
     E* weights = reinterpret_cast<E*>(s);                      // [packed_keys][panel], in place of s
     A* o_rows = arena.take<A>(tile_queries * f.dim_v_padded);  // [tile_queries][dim_v_padded]
-    A* mask = arena.take<A>(Scores::mask_elements(f.p));       // [mask_elements], for Scores
+    A* bias = arena.take<A>(Scores::bias_elements(f.p));       // [bias_elements], for Scores
     RowStates<A> states = f.take_states(arena), total = f.take_states(arena);
   };
   // One step: a panel of queries, [i, i + queries), takes in a tile of keys, whose first one is j0.
@@ -47,7 +47,7 @@ template <class T> class Forward {
     const E* q;      // [depth_padded][panel]
     A *m, *l, *acc;  // [panel], [panel], [dim_v_padded][panel]
     int64_t j0;
-    KeyRange keys;   // those of the tile that the panel sees
+    KeyRange keys;   // those of the tile that it takes in
     const E *k, *v;  // [tile_keys][depth_padded], [packed_keys][dim_v_padded]
   };
 
@@ -57,6 +57,7 @@ template <class T> class Forward {
   // A tile of queries of one head.
   struct Unit {
     Sequence sequence;
+    Visibility visible;
     int64_t b, h, i0, queries;
   };
   const int64_t units = p.sequences * p.heads_q * tiles;
@@ -67,14 +68,14 @@ template <class T> class Forward {
   // acc is [panels][dim_v_padded][panel].
   RowStates<A> take_states(Arena& arena) const { return {arena, tile_queries, dim_v_padded}; }
 
-  // Longest tiles first, for balance: in a causal call the last ones; else the first ones, because the last tile of a
-  // sequence may be short.
+  // Longest tiles first, for balance: in a causal call, or with a mask that may be causal, the last ones; else the first
+  // ones, because the last tile of a sequence may be short.
   Unit unit(int64_t index) const {
     int64_t heads = p.sequences * p.heads_q, bh = index % heads, t = index / heads;
-    if (p.window.right < kUnbounded) t = tiles - 1 - t;
+    if (p.window.right < kUnbounded || p.mapped().data) t = tiles - 1 - t;
     int64_t b = bh / p.heads_q, h = bh % p.heads_q, i0 = t * tile_queries;
     Sequence s = sequence(p, b);
-    return {s, b, h, i0, min(tile_queries, s.q_len - i0)};
+    return {s, visibility(p, s, b, h), b, h, i0, min(tile_queries, s.q_len - i0)};
   }
 
   // The states of a unit's rows over one split of the keys.
@@ -97,15 +98,16 @@ template <class T> class Forward {
     Rows<T> values = key_rows<T>(p, p.value, u.sequence, u.b, u.h / p.group());
     for (int64_t j0 = begin; j0 < end; j0 += tile_keys) {
       int64_t n = min(tile_keys, end - j0);
+      if (u.visible.verdict(u.i0, u.i0 + u.queries, j0, j0 + n) == Verdict::skip) continue;
       const E* k = pack_or_view(keys, j0, n, round_up(n, kRows), p.head_dim, depth_padded, w.k);
       const E* v = pack_across_or_view(values, j0, n, p.head_dim_v, dim_v_padded, w.v);
       for (int64_t row = 0; row < u.queries; row += panel) {
         int64_t i = u.i0 + row, queries = min(panel, u.queries - row);
-        KeyRange seen = KeyRange{0, n}.seen(band, i, i + queries, j0);
-        if (seen.count() > 0)
+        KeyRange{0, n}.for_each_stretch(u.visible, i, i + queries, j0, [&](KeyRange keys) {
           attend(u, w,
                  Step{i, queries, w.q + row * depth_padded, states.m + row, states.l + row,
-                      states.acc + row * dim_v_padded, j0, seen, k, v});
+                      states.acc + row * dim_v_padded, j0, keys, k, v});
+        });
       }
     }
     if (scale_in_exp)
@@ -149,30 +151,53 @@ template <class T> class Forward {
   }
 
  private:
+  // The scores of a step, S^T [keys][panel], and the largest of each query.
+  INLINE void make_scores(const Unit& u, const Workspace& w, const Step& step, V (&largest)[Block::cols]) const {
+    const KeyRange keys = step.keys;
+    const Left<E> k_rows{step.k + keys.begin * depth_padded, depth_padded, 1};
+    // Whether all queries see the keys [begin, end) of the tile, and their scores are their contents.
+    auto all_plain = [&](int64_t begin, int64_t end) {
+      return plain_scores &&
+             u.visible.verdict(step.i, step.i + step.queries, step.j0 + begin, step.j0 + end) == Verdict::full;
+    };
+    if (depth <= kChain && all_plain(keys.begin, keys.end)) {
+      auto multiply_with = [&](auto maxima) {
+        maxima = multiply_chain<Block>(k_rows, step.q, panel, keys.count(), panel, depth, w.s, panel, maxima);
+        unroll<Block::cols>([&](auto c) { largest[c] = maxima.largest[c]; });
+      };
+      if (scale_in_exp) return multiply_with(SetAndMax<V, Block::cols, false>());
+      return multiply_with(SetAndMax<V, Block::cols, true>(V(p.scale)));
+    }
+    multiply<Block>(k_rows, step.q, panel, keys.count(), panel, depth, w.s, panel, Set());
+    Score<A> head_score = score_of<A>(p, u.b, u.h);
+    if (scale_in_exp) head_score.scale = 1;
+    Scores score(head_score, p, u.visible, u.b, u.h, step.i, step.queries, step.j0, keys.end, w.bias);
+    unroll<Block::cols>([&](auto c) { largest[c] = V(kHidden); });
+    for (int64_t j = keys.begin; j < keys.end;) {
+      const int64_t end = min(u.visible.cell_end(step.j0 + j) - step.j0, keys.end);
+      auto set_scores = [&](auto score_of_content) {
+        for (; j < end; j++)
+          unroll<Block::cols>([&](auto c) {
+            A* s = w.s + (j - keys.begin) * panel + c * V::lanes;
+            V x = score_of_content(c, score.content(V::load(s)));
+            largest[c] = max(largest[c], x);
+            x.store(s);
+          });
+      };
+      if (all_plain(j, end))
+        set_scores([](auto, V content) { return content; });
+      else if (plain_scores)
+        set_scores([&](auto c, V content) { return score.hide(j, c, content); });
+      else
+        set_scores([&](auto c, V content) { return score(j, c, content); });
+    }
+  }
+
   HOT void attend(const Unit& u, const Workspace& w, const Step& step) const {
     // S^T = K Q^T and its maxima
     const int64_t n = step.keys.count();
-    const Left<E> k_rows{step.k + step.keys.begin * depth_padded, depth_padded, 1};
-    SetAndMax<V, Block::cols> maxima;
-    // Keys that all queries see: if the scale is left to the exponential, q.k is their score as it is.
-    const KeyRange unmasked = scale_in_exp
-                                  ? step.keys.seen_by_all(u.sequence.band, step.i, step.i + step.queries, step.j0)
-                                  : KeyRange{step.keys.end, step.keys.end};
-    if (unmasked.count() == n && depth <= kChain) {
-      maxima = multiply_chain<Block>(k_rows, step.q, panel, n, panel, depth, w.s, panel, maxima);
-    } else {
-      multiply<Block>(k_rows, step.q, panel, n, panel, depth, w.s, panel, Set());
-      Score<A> head_score = score_of<A>(p, u.b, u.h);
-      if (scale_in_exp) head_score.scale = 1;
-      Scores score(head_score, p, u.sequence, u.b, u.h, step.i, step.queries, step.j0, step.keys.end, w.mask);
-      for (int64_t j = step.keys.begin; j < step.keys.end; j++)
-        unroll<Block::cols>([&](auto c) {
-          A* s = w.s + (j - step.keys.begin) * panel + c * V::lanes;
-          V dot = V::load(s);
-          bool as_is = unmasked.begin <= j && j < unmasked.end;
-          maxima(dot, c, as_is ? dot : score(j, c, score.content(dot))).store(s);
-        });
-    }
+    V largest[Block::cols];
+    make_scores(u, w, step, largest);
 
     // P^T and its sums
     if (n % kDepth<E>) std::fill_n(w.s + n * panel, panel, A(kHidden));
@@ -180,7 +205,7 @@ template <class T> class Forward {
     V m[Block::cols], l[Block::cols], sums[Block::cols], alpha[Block::cols];
     unroll<Block::cols>([&](auto c) {
       State<V> state{V::load(step.m + c * V::lanes), V::load(step.l + c * V::lanes)};
-      alpha[c] = raise(state, maxima.largest[c], exponential);
+      alpha[c] = raise(state, largest[c], exponential);
       state.m.store(step.m + c * V::lanes);
       m[c] = state.m, l[c] = state.l, sums[c] = V(0);
     });

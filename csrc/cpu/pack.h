@@ -45,7 +45,7 @@ template <class T> INLINE Rows<T> key_rows(const AttentionParams& p, const Tenso
 template <class T, class A> INLINE void widen(const T* from, int64_t dim_stride, int64_t dims, int64_t padded, A* to) {
   constexpr int lanes = Vec<A>::lanes;
   int64_t d = 0;
-  if constexpr (std::is_same_v<A, Accumulate<T>> && !std::is_same_v<T, bool>) {
+  if constexpr (std::is_same_v<A, Accumulate<T>>) {
     if (dim_stride == 1)
       for (; d + lanes <= dims; d += lanes) store(load(from + d), to + d);
   }

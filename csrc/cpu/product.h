@@ -82,13 +82,15 @@ struct Set {
 struct Add {
   template <class V> INLINE V operator()(V old, int, V sum) const { return old + sum; }
 };
-// Set, which also keeps the largest sum of each column.
-template <class V, int cols> struct SetAndMax {
+// Set, which also keeps the largest sum of each column. scaled: sums are multiplied by scale first.
+template <class V, int cols, bool scaled> struct SetAndMax {
   V largest[cols];
-  SetAndMax() {
+  V scale;
+  explicit SetAndMax(V scale = V(1)) : scale(scale) {
     unroll<cols>([&](auto c) { largest[c] = V(kHidden); });
   }
   INLINE V operator()(V, int c, V sum) {
+    if constexpr (scaled) sum = sum * scale;
     largest[c] = max(largest[c], sum);
     return sum;
   }

@@ -49,6 +49,14 @@ template <class A> struct Mask {
   friend INLINE Mask operator&(Mask a, Mask b) { return {a.v & b.v}; }
 };
 
+// The mask whose lane n is the given bit of words[n].
+template <class A> INLINE Mask<A> mask_of_words(const uint16_t* words, int bit) {
+  using I = decltype(Mask<A>::v);
+  typename Native<uint16_t, kVectorBytes / sizeof(A) * 2>::type narrow;
+  std::memcpy(&narrow, words, sizeof(narrow));
+  return {(__builtin_convertvector(narrow, I) & (1 << bit)) != 0};
+}
+
 template <class A> struct Vec {
   static constexpr int lanes = kVectorBytes / sizeof(A);
   using Elements = typename Native<A, kVectorBytes>::type;
@@ -118,6 +126,21 @@ INLINE Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
 #else
 template <class A> INLINE Vec<A> fma(Vec<A> a, Vec<A> b, Vec<A> c) { return a * b + c; }
 #endif
+
+// Lane n of a where bit n of `bits` is set, else of b.
+template <class A, int... n> INLINE Vec<A> select_bits(uint32_t bits, Vec<A> a, Vec<A> b,
+                                                       std::integer_sequence<int, n...>) {
+#if FLASHSOFTMAX_VECTOR_BYTES == 64
+  if constexpr (sizeof(A) == 4) return typename Vec<A>::Elements(_mm512_mask_mov_ps(__m512(b.v), bits, __m512(a.v)));
+  return typename Vec<A>::Elements(_mm512_mask_mov_pd(__m512d(b.v), bits, __m512d(a.v)));
+#else
+  using I = typename Vec<A>::Integers;
+  return select(Mask<A>{((I{} + int(bits)) & I{1 << n...}) != 0}, a, b);
+#endif
+}
+template <class A> INLINE Vec<A> select_bits(uint32_t bits, Vec<A> a, Vec<A> b) {
+  return select_bits(bits, a, b, std::make_integer_sequence<int, Vec<A>::lanes>{});
+}
 
 // [a0 b0 a1 b1 ...] of the low or of the high halves of a and b.
 template <class A, int... i> INLINE Vec<A> interleave(Vec<A> a, Vec<A> b, int start, std::integer_sequence<int, i...>) {

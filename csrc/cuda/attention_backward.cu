@@ -1,6 +1,7 @@
 // The backward of attention in three steps: a BackwardRow for each row of queries, the gradients of query, key and
 // value (and mask), and the gradient of the sinks.
 #include "backward_rows.h"
+#include "map.h"
 #include "rows.cuh"
 #include "sm80/launch.h"
 
@@ -61,21 +62,23 @@ __global__ void __launch_bounds__(kThreads) sink_gradients_kernel(const __grid_c
 }  // namespace
 
 int64_t attention_backward_scratch(const AttentionBackwardParams& args) {
-  return all_rows(args.forward) * sizeof(BackwardRow);
+  return map_bytes(args.forward) + all_rows(args.forward) * sizeof(BackwardRow);
 }
 
-void attention_backward(const AttentionBackwardParams& args, void* scratch, void* stream) {
-  const AttentionParams& forward = args.forward;
+void attention_backward(const AttentionBackwardParams& unmapped, void* scratch, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  BackwardRow* rows = static_cast<BackwardRow*>(scratch);
+  AttentionBackwardParams args = unmapped;
+  const AttentionParams& forward = args.forward;
+  BackwardRow* rows = reinterpret_cast<BackwardRow*>(static_cast<char*>(scratch) + map_bytes(forward));
   constexpr int64_t kBlockRows = kThreads / kWarp;
   const int64_t blocks = checked_product("query", "tiles of rows", {(all_rows(forward) + kBlockRows - 1) / kBlockRows});
   if (blocks == 0) return;
+  args.forward = with_map(forward, scratch, s);
   for_dtype("query", forward.dtype, [&](auto element) {
     using T = decltype(element);
     backward_rows_kernel<T><<<blocks, kThreads, 0, s>>>(args, rows, all_rows(forward));
     check("backward, rows", cudaGetLastError());
-    sm80::pick(sm80::backward<64>, sm80::backward<128>, sm80::backward<256>, forward)(args, scratch, s);
+    sm80::pick(sm80::backward<64>, sm80::backward<128>, sm80::backward<256>, forward)(args, rows, s);
     if (!args.grad_sinks) return;
     sink_gradients_kernel<T><<<forward.heads_q, kThreads, 0, s>>>(args, rows, forward.batch());
     check("backward, sinks", cudaGetLastError());

@@ -40,6 +40,7 @@ struct BackwardParams {
 // What a block looks up now and then, in shared memory to leave the registers to the gradients.
 struct BackwardBlock {
   Sequence seq;
+  Visibility visible;           // to any of the block's query heads
   HeadScores head;              // of the query head at hand
   KeptWeights kept;             // likewise, if some weights are dropped
   int64_t b;                    // the sequence
@@ -48,7 +49,8 @@ struct BackwardBlock {
   int64_t begin;                // the first row of the first tile of the other side
   int heads, tiles;             // query heads, and tiles of the other side, that the block goes through
   int full_begin, full_end;     // tiles of which all rows meet all rows of the block, with plain scores
-  bool plain;
+  bool plain;                   // and no mask hides keys
+  bool plain_scores;
 };
 
 // The gradients that a kernel makes. Registers hold two of 128 columns.
@@ -220,6 +222,7 @@ __device__ __forceinline__ bool locate(const BackwardParams& params, int64_t til
   const HeadScores head = head_scores(forward, seq, first_head);
   if (threadIdx.x == 0)
     block = {seq,
+             visibility(forward, seq, seq.q_batch, first_head, group / heads),
              head,
              forward.drops_weights() ? kept_weights(forward, b, first_head) : KeptWeights{},
              b,
@@ -232,9 +235,30 @@ __device__ __forceinline__ bool locate(const BackwardParams& params, int64_t til
              static_cast<int>(other_tiles),
              static_cast<int>(min((full_begin - begin + kOther - 1) / kOther, other_tiles)),
              head.plain && full_begin < full_end ? static_cast<int>(min((full_end - begin) / kOther, other_tiles)) : 0,
-             head.plain};
+             head.plain,
+             forward.plain_scores()};
   __syncthreads();
   return true;
+}
+
+// The verdict of the map of the mask on rows [own0, own1) of the block's side, and the tile of the other side from `at`
+// on. By all lanes of a warp together.
+template <class Shape>
+__device__ __forceinline__ Verdict map_verdict(const BackwardBlock& block, int64_t own0, int64_t own1, int64_t at) {
+  const Visibility& visible = block.visible;
+  const int64_t end = min(at + Shape::kOther, Shape::kOwnsKeys ? block.seq.q_len : visible.band.kv_len);
+  return Shape::kOwnsKeys ? warp_verdict(visible, at, end, own0, own1)
+                          : warp_verdict(visible, own0, own1, at, end);
+}
+// The first tile of the other side from `tile` on that the mask does not hide from the block; block.tiles if none.
+template <class Shape> __device__ __forceinline__ int next_shown(const BackwardBlock& block, int tile) {
+  if (!block.visible.map) return tile;
+#pragma unroll 1
+  for (; tile < block.tiles; tile++) {
+    const int64_t at = block.begin + int64_t(tile) * Shape::kOther;
+    if (map_verdict<Shape>(block, block.own0, block.own1, at) != Verdict::skip) break;
+  }
+  return tile;
 }
 
 // A warp's rows of a block and one tile of the other side: which elements are visible, and what becomes of S and dP.
@@ -257,7 +281,8 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
     Verdict verdict = w0 >= w1    ? Verdict::skip
                       : kOwnsKeys ? band.verdict(at, end, w0, w1)
                                   : band.verdict(w0, w1, at, end);
-    if (verdict == Verdict::full && (!block.plain || some_empty || end < at + Shape::kOther))
+    if (verdict != Verdict::skip && block.visible.map) verdict = joined(verdict, map_verdict<Shape>(block, w0, w1, at));
+    if (verdict == Verdict::full && (!block.plain_scores || some_empty || end < at + Shape::kOther))
       verdict = Verdict::partial;
     return verdict;
   }
@@ -399,8 +424,9 @@ __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, kWanted>::kThreads,
   const int own_row = warp_id() * Shape::kWarpRows;  // the warp's first, in the block's tile
 
   if (!locate<Shape, T>(params, tiles, block)) return;
+  const int first_tile = next_shown<Shape>(block, 0);
   copy_own(params, block, smem);
-  copy_other(params, block, smem, 0, block.first_head, block.begin);
+  copy_other(params, block, smem, 0, block.first_head, block.begin + int64_t(first_tile) * kOther);
 
   Fragment<kStrips, kHeadDim / 8> dqk, dv;  // [kWarpRows][kHeadDim]; dqk is dQ or dK
   if constexpr (Shape::kMakesDqk) dqk.fill(0);
@@ -409,21 +435,22 @@ __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, kWanted>::kThreads,
 #pragma unroll 1
   for (int head = 0; head < block.heads; head++)
 #pragma unroll 1
-    for (int tile = 0; tile < block.tiles; tile++) {
+    for (int tile = first_tile, next; tile < block.tiles; tile = next) {
+      next = next_shown<Shape>(block, tile + 1);
       const Tile<T, kHeadDim> qk = smem.qk(stage), vdo = smem.vdo(stage);  // [kOther][kHeadDim]
       const int64_t h = block.first_head + head, at = block.begin + int64_t(tile) * kOther;
       const auto copy_next = [&] {
-        const bool last = tile + 1 == block.tiles;
+        const bool last = next >= block.tiles;
         if (!last || head + 1 < block.heads)
           copy_other(params, block, smem, kStages == 2 ? stage ^ 1 : 0, last ? h + 1 : h,
-                     last ? block.begin : at + kOther);
+                     block.begin + int64_t(last ? first_tile : next) * kOther);
       };
 
       const bool some_empty = wait_for_tile<Shape>(smem.rows(stage));
       if (kStages == 2) copy_next();
       if (some_empty) clear_empty<kOther>(qk, vdo, smem.rows(stage));
       const bool drops = forward.drops_weights();
-      if (kOwnsKeys && (!block.plain || drops) && tile == 0) {
+      if (kOwnsKeys && (!block.plain || drops) && tile == first_tile) {
         if (threadIdx.x == 0) {
           block.head = head_scores(forward, block.seq, h);
           if (drops) block.kept = kept_weights(forward, block.b, h);

@@ -28,7 +28,8 @@ struct DecodeBlock {
   int64_t j0;       // the first key of the first tile
   int first, last;  // relative to j0, the keys [first, last) of the split that some query sees; 0, 0 if none
   TileRange visible;
-  bool readable;  // whether the pages of these keys exist; if not, the rows are NaN
+  Visibility shown;  // to any of the rows of the key head
+  bool readable;     // whether the pages of these keys exist; if not, the rows are NaN
 
   // Blocks with the same keys are neighbours.
   template <int kTile> __device__ __forceinline__ void locate(const DecodeParams& params, uint32_t index) {
@@ -46,6 +47,7 @@ struct DecodeBlock {
     first = begin < end ? static_cast<int>(begin - j0) : 0;
     last = begin < end ? static_cast<int>(end - j0) : 0;
     visible = TileRange::of<kTile>(seq.band, 0, seq.q_len, j0);
+    shown = visibility(args, seq, b, kv_head * args.group(), args.group());
   }
 };
 
@@ -149,8 +151,8 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& params, const D
   commit_copies();
 }
 
-// The ring of slots through which the tiles of one warp pass: the keys of its tile 0, their values, the keys of tile 1,
-// and so on. If the block has two row tiles, the two warps that take the same keys share a ring: one copies the keys,
+// The ring of slots through which the tiles of one warp pass, but those that the mask hides: the keys of the first tile,
+// their values, the keys of the next, and so on. If the block has two row tiles, the two warps that take the same keys share a ring: one copies the keys,
 // the other the values.
 template <class T, int kHeadDim> struct DecodeRing {
   using Shape = DecodeShape<T, kHeadDim>;
@@ -161,7 +163,8 @@ template <class T, int kHeadDim> struct DecodeRing {
   int warp_key;  // the first key of the warp's first tile; its tiles are kTile keys apart
   int last;
   bool alone;
-  uint32_t page = 0, page_row = 0;  // where this lane's key of the next tile lies
+  int tile = 0;                     // whose keys and values are copied next
+  uint32_t page = 0, page_row = 0;  // where this lane's key of that tile lies
 
   __device__ __forceinline__ DecodeRing(const DecodeParams& params, const DecodeBlock& block, uint32_t rings, int last)
       : params(params), block(block), last(last), alone(params.row_tiles == 1) {
@@ -181,8 +184,21 @@ template <class T, int kHeadDim> struct DecodeRing {
     wait_for_copies<Shape::kSlots - 2>();
     sync();
   }
-  // Looks up the page of this lane's key of a tile, a while before the copy needs it.
-  __device__ __forceinline__ void find_page(int tile) {
+  // The first of the warp's tiles from `tile` on that the mask does not hide; else one that has no keys.
+  __device__ __forceinline__ int next_shown(int tile) const {
+    if (!block.shown.map) return tile;
+#pragma unroll 1
+    for (; tile * Shape::kTile + warp_key < last; tile++) {
+      const int64_t j = block.j0 + tile * Shape::kTile + warp_key;
+      if (warp_verdict(block.shown, 0, block.seq.q_len, j, min(j + Shape::kKeys, block.seq.band.kv_len)) !=
+          Verdict::skip)
+        break;
+    }
+    return tile;
+  }
+  // Goes on to the next tile to be copied, and looks up the page of this lane's key, a while before the copy needs it.
+  __device__ __forceinline__ void advance(int from) {
+    tile = next_shown(from);
     const AttentionParams& args = params.args;
     if (!args.block_table) return;
     const int key = tile * Shape::kTile + warp_key + lane_id();
@@ -194,11 +210,11 @@ template <class T, int kHeadDim> struct DecodeRing {
     }
     __syncwarp();
   }
-  // Begins and commits the copy to slot n.
+  // Begins and commits the copy to slot n, n = 0, 1, ... in turn.
   __device__ __forceinline__ void begin_copy(int n) {
     const AttentionParams& args = params.args;
     const bool values = n % 2 == 1;
-    const int key = n / 2 * Shape::kTile + warp_key;
+    const int key = tile * Shape::kTile + warp_key;
     if (key < last && (alone || row_tile == values)) {
       const Tensor4 x = values ? args.value : args.key;
       const int64_t offset =
@@ -209,7 +225,7 @@ template <class T, int kHeadDim> struct DecodeRing {
                               values ? params.aligned.value : params.aligned.key);
     }
     commit_copies();
-    if (values) find_page(n / 2 + 1);
+    if (values) advance(tile + 1);
   }
 };
 
@@ -361,7 +377,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   const Tile<T, kHeadDim> q_smem{base + Shape::kQueriesAt};  // [rows][kHeadDim]
   copy_queries(params, block, q_smem, rows);
   DecodeRing<T, kHeadDim> ring(params, block, base, last);
-  ring.find_page(0);
+  ring.advance(0);
 #pragma unroll 1
   for (int n = 0; n < Shape::kSlots - 1; n++) ring.begin_copy(n);
   wait_for_copies<Shape::kSlots - 1>();
@@ -373,13 +389,14 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   RowStates<1> states;
   Fragment<1, kHeadDim / 8> acc;  // [16][kHeadDim], of O
   acc.fill(0);
-  for (int tile = 0; tile * kTile + ring.warp_key < last; tile++) {
+  int n = 0;  // tiles done
+  for (int tile = ring.next_shown(0); tile * kTile + ring.warp_key < last; tile = ring.next_shown(tile + 1), n++) {
     // S = Q K^T and its weights, while the next values are copied.
     ring.wait();
-    ring.begin_copy(2 * tile + Shape::kSlots - 1);
+    ring.begin_copy(2 * n + Shape::kSlots - 1);
     Fragment<1, kKeys / 8> s;  // [16][kKeys]
     s.fill(0);
-    multiply_transposed(s, q_smem, row0, ring.slot(2 * tile), 0, static_cast<int>(args.head_dim));
+    multiply_transposed(s, q_smem, row0, ring.slot(2 * n), 0, static_cast<int>(args.head_dim));
     if (!plain || block.visible.verdict(tile) != Verdict::full)
       make_scores(s, params, block, row0, tile * kTile + ring.warp_key, plain);
     float factors[1][2];
@@ -388,9 +405,9 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
 
     // O += P V, while the next keys are copied.
     ring.wait();
-    ring.begin_copy(2 * tile + Shape::kSlots);
+    ring.begin_copy(2 * n + Shape::kSlots);
     const Operand<T, 1, kKeys / 8> p(s);  // [16][kKeys]
-    multiply(acc, p, ring.slot(2 * tile + 1), 0);
+    multiply(acc, p, ring.slot(2 * n + 1), 0);
   }
   states.finish(unit);
 

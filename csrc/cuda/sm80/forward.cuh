@@ -16,9 +16,11 @@ template <class T, int kWarps> struct ForwardBlock {
   Sequence seq;
   HeadScores head;
   KeptWeights kept;  // if some weights are dropped
+  Visibility visible;
   Source<T> query, key, value;
   int64_t i0, i1;  // the block's queries
   int64_t j0;      // the first key of the first tile
+  int tiles;       // of keys that the band shows to the block's queries
   TileRange seen[kWarps];
 };
 
@@ -67,11 +69,10 @@ struct ForwardParams {
   ForwardOrder order;
 };
 
-// Fills `block`. Returns whether there is an output to compute, and the number of key tiles that the block's queries
-// see.
+// Fills `block`. Returns whether there is an output to compute.
 template <class Shape, class T>
 __device__ __forceinline__ bool locate(const ForwardParams& params, const ForwardTask& task,
-                                       ForwardBlock<T, Shape::kWarps>& block, int& tiles) {
+                                       ForwardBlock<T, Shape::kWarps>& block) {
   constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys;
   const AttentionParams& args = params.args;
   const Sequence seq = sequence(args, task.b);
@@ -87,17 +88,18 @@ __device__ __forceinline__ bool locate(const ForwardParams& params, const Forwar
     return false;
   }
   const int64_t kv_head = task.h / args.group();
-  tiles = end <= begin ? 0 : static_cast<int>((end - j0 + kKeys - 1) / kKeys);
   if (threadIdx.x == 0) {
     block.seq = seq;
     block.head = head_scores(args, seq, task.h);
     if (args.drops_weights()) block.kept = kept_weights(args, task.b, task.h);
+    block.visible = visibility(args, seq, seq.q_batch, task.h);
     block.query = source<T>(args.query, seq.q_batch, task.h, seq.q_row, seq.q_len, args.head_dim, params.aligned.query);
     block.key = source<T>(args, args.key, seq, task.b, kv_head, begin, end, args.head_dim, params.aligned.key);
     block.value = source<T>(args, args.value, seq, task.b, kv_head, begin, end, args.head_dim_v, params.aligned.value);
     block.i0 = i0;
     block.i1 = i1;
     block.j0 = j0;
+    block.tiles = end <= begin ? 0 : static_cast<int>((end - j0 + kKeys - 1) / kKeys);
   }
   const int warp = warp_id();
   const int64_t w0 = i0 + warp * Shape::kWarpRows, w1 = min(w0 + Shape::kWarpRows, i1);
@@ -123,8 +125,19 @@ __device__ __forceinline__ void make_scores(Fragment<kStrips, kColumns>& s, cons
     hide(s, visible);
   else
     products_to_scores(s, visible, [&](float x, int r, int h, int column) {
-      return head.at(head.score.content(x), i0 + fragment_row(r, h), j0 + column);
+      return head.at(head.score.content(x), i0 + hide_from_optimizer(fragment_row(r, h)), j0 + column,
+                     verdict == Verdict::full);
     });
+}
+
+// Whether the warp skips a tile, sees it whole, or has to look at each element.
+template <class Shape, class Block> __device__ __forceinline__ Verdict verdict_of(const Block& block, int warp,
+                                                                                  int tile) {
+  const Verdict in_band = block.seen[warp].verdict(tile);
+  if (in_band == Verdict::skip || !block.visible.map) return in_band;
+  const int64_t w0 = block.i0 + warp * Shape::kWarpRows, j = block.j0 + int64_t(tile) * Shape::kKeys;
+  return joined(in_band, warp_verdict(block.visible, w0, min(w0 + Shape::kWarpRows, block.i1), j,
+                                      min(j + Shape::kKeys, block.seq.band.kv_len)));
 }
 
 // Writes O = acc / l and lse of a warp's rows, with the sink as one more key of value 0. O passes through the rows of
@@ -175,26 +188,30 @@ __global__ void __launch_bounds__(ForwardShape<T, kHeadDim>::kThreads, ForwardSh
 
   const ForwardTask task = params.order.task(blockIdx.x);
   const int warp = warp_id(), warp_row = warp * Shape::kWarpRows;  // the warp's first row in q_smem
-  int tiles;
-  if (!locate<Shape>(params, task, block, tiles)) return;
+  if (!locate<Shape>(params, task, block)) return;
 
   RowStates<kStrips> rows;
   Fragment<kStrips, kHeadDim / 8> acc;  // [kWarpRows][kHeadDim], of O
   acc.fill(0);
-  if (tiles > 0) {
+  const auto next_from = [&](int tile) {
+    return next_shown<kKeys>(block.visible, block.i0, block.i1, block.j0, tile, block.tiles);
+  };
+  int tile = next_from(0);
+  if (tile < block.tiles) {
     copy<kQueries, kThreads>(q_smem, block.query, block.i0);
-    copy<kKeys, kThreads>(k_smem, block.key, block.j0);
+    copy<kKeys, kThreads>(k_smem, block.key, block.j0 + tile * kKeys);
     commit_copies();
-    copy<kKeys, kThreads>(v_smem, block.value, block.j0);
+    copy<kKeys, kThreads>(v_smem, block.value, block.j0 + tile * kKeys);
     commit_copies();
   }
-  for (int tile = 0; tile < tiles; tile++) {
+  while (tile < block.tiles) {
+    const int next = next_from(tile + 1);
     // S = Q K^T and its weights, while this tile's values and the next keys are copied.
     wait_for_copies<1>();
     __syncthreads();
-    if (tile + 1 < tiles) copy<kKeys, kThreads>(next_k_smem, block.key, block.j0 + (tile + 1) * kKeys);
+    if (next < block.tiles) copy<kKeys, kThreads>(next_k_smem, block.key, block.j0 + next * kKeys);
     commit_copies();
-    const Verdict verdict = block.seen[warp].verdict(tile);
+    const Verdict verdict = verdict_of<Shape>(block, warp, tile);
     Operand<T, kStrips, kKeys / 8> p;  // [kWarpRows][kKeys]
     float factors[kStrips][2];
     if (verdict != Verdict::skip) {
@@ -209,7 +226,7 @@ __global__ void __launch_bounds__(ForwardShape<T, kHeadDim>::kThreads, ForwardSh
     // O += P V, while the next keys and values are copied.
     wait_for_copies<1>();
     __syncthreads();
-    if (tile + 1 < tiles) copy<kKeys, kThreads>(k_smem, block.value, block.j0 + (tile + 1) * kKeys);
+    if (next < block.tiles) copy<kKeys, kThreads>(k_smem, block.value, block.j0 + next * kKeys);
     commit_copies();
     if (verdict != Verdict::skip) {
       rescale(acc, factors);
@@ -219,6 +236,7 @@ __global__ void __launch_bounds__(ForwardShape<T, kHeadDim>::kThreads, ForwardSh
     v_smem = k_smem;
     k_smem = next_k_smem;
     next_k_smem = done;
+    tile = next;
   }
   rows.finish(block.head.unit);
   write_output<Shape>(params, task, block, q_smem, warp_row, acc, rows);
