@@ -117,7 +117,7 @@ def test_bands_whose_corners_lie_at_the_edges_of_tiles(window, q_offset):
 
 @pytest.mark.parametrize("rows", [3, 40], ids=["decode", "tiled"])
 def test_padded_queries_give_nothing_to_a_large_sink(rows, dtype, device):
-    """Their lse is -inf: taken for that of a row, e^(sink - lse) would be infinite. Their upstream gradient is not read."""
+    """Their lse is -inf: in a sum, e^(sink - lse) would be infinite. Their upstream gradient may be NaN."""
     inputs = Case("", rows=rows, sinks=True, q_lens=(2,)).inputs(dtype, device) | {"sinks": torch.full((2,), 200.0)}
     inputs["sinks"] = inputs["sinks"].to(device)
     call = Case("").call(attention)
