@@ -7,6 +7,7 @@ COMMANDS = {
     "throughput": "Times attention beside every installed peer and beside the limit of the machine",
     "traffic": "Shows the bytes that attention moves: predicted by formula, counted in the kernels, and measured",
     "accuracy": "Measures the error against float64 of ours, of every installed peer, and of two broken recurrences",
+    "scaling": "Predicts the time of attention over 2 to 1,024 ranks, by ring, gather and Ulysses",
     "recurrence": "Draws the pictures of docs/recurrence.md, from real runs",
     "kernels": "Lists registers, spills and instructions per MMA of the compiled CUDA kernels",
     "gpu_check": "Checks a machine with a GPU, in one command",
