@@ -27,9 +27,7 @@ def attention_exact(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def attention_backward(**arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of query, key, value, attn_mask and sinks. Omitted arguments as in attention."""
-    found: tuple[Tensor, ...] = autograd.call(
-        autograd.AttentionBackward, *_listed("attention_backward", arguments)
-    )
+    found: tuple[Tensor, ...] = autograd.call(autograd.AttentionBackward, *_listed("attention_backward", arguments))
     return found
 
 

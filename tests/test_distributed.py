@@ -1,8 +1,9 @@
 """Attention over a sequence that is split over ranks: plans without processes, and groups of gloo processes."""
 
-import random
+import time
 from dataclasses import dataclass, field
 from itertools import accumulate, product
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 import ranks
 import reference
 from checks import assert_accurate, assert_same_bits
-from flashsoftmax import attention, attention_paged, attention_varlen
+from flashsoftmax import attention, attention_varlen
 
 if not dist.is_available():
     pytest.skip("torch has no distributed", allow_module_level=True)
@@ -258,9 +259,7 @@ def expected(case: Case, dtype: torch.dtype, **how) -> dict[str, Tensor]:
     for length in case.lengths:
         rows = slice(start, start + length)
         start += length
-        q, k, v = (
-            inputs[name][rows].transpose(0, 1)[None] if case.packed else inputs[name] for name in GRADIENTS[:3]
-        )
+        q, k, v = (inputs[name][rows].transpose(0, 1)[None] if case.packed else inputs[name] for name in GRADIENTS[:3])
         out, lse = reference.attention(q, k, v, **case.options, **per_head, **how)
         outs.append(out[0].transpose(0, 1) if case.packed else out)
         lses.append(lse[0] if case.packed else lse)
@@ -333,3 +332,312 @@ def test_one_rank_is_the_plain_call(method, dtype, packed):
     assert_same_bits(split, plain)
     grads = [torch.autograd.grad(x, leaves, (inputs["grad_out"], inputs["grad_lse"])) for x in (split, plain)]
     assert_same_bits(*grads)
+
+
+class Averaged(torch.autograd.Function):
+    """A tensor that all ranks have and use for the same loss; its gradient is the mean of theirs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad / dist.get_world_size()
+
+
+def check_gradients(method) -> None:
+    plan = shard_plan(seq_len=5, method=method)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 5, 2, dtype=torch.float64, generator=generator).unbind()
+    sinks = torch.randn(2, dtype=torch.float64, generator=generator)
+
+    def whole(query, key, value, sinks):
+        parts = [plan.shard(Averaged.apply(x), 2) for x in (query, key, value)]
+        out, lse = context_attention(*parts, plan, causal=True, window=(3, 0), sinks=sinks, return_lse=True)
+        return plan.unshard(out, 2), plan.unshard(lse, 2)
+
+    def averaged_sinks(query, key, value, sinks):
+        # The gradient of sinks is summed over ranks already, and each rank's loss is the same.
+        return whole(query, key, value, Scaled.apply(sinks, 1 / plan.size))
+
+    inputs = [x.requires_grad_() for x in (query, key, value, sinks)]
+    torch.autograd.gradcheck(averaged_sinks, inputs)
+
+
+class Scaled(torch.autograd.Function):
+    """x, with a gradient that is multiplied."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_gradcheck(method):
+    ranks.run(2, check_gradients, method)
+
+
+def check_clients() -> None:
+    """Activation checkpointing, autocast, a mesh, and a group of some of the ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils.checkpoint import checkpoint
+
+    case = Case((50,), options={"causal": True}, heads=(4, 2))
+    plan = case.plan()
+    inputs = case.inputs()
+    local = [plan.shard(inputs[name], 2) for name in GRADIENTS[:3]]
+
+    def attend(*operands):
+        return context_attention(*operands, plan, causal=True)
+
+    def gradients(function):
+        leaves = [x.clone().requires_grad_() for x in local]
+        out = function(*leaves)
+        out.square().sum().backward()
+        return [out.detach(), *(x.grad for x in leaves)]
+
+    plain = gradients(attend)
+    for reentrant in (True, False):
+        assert_same_bits(gradients(lambda *x: checkpoint(attend, *x, use_reentrant=reentrant)), plain)  # noqa: B023
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = attend(*local)
+    assert cast.dtype == torch.bfloat16
+    assert_same_bits(cast, attend(*(x.bfloat16() for x in local)))
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("ring", "ulysses"))
+    pair = Case((50,), (2, dist.get_world_size() // 2), options={"causal": True})
+    check_case(pair, mesh)
+    check_case(case, mesh["ulysses"])
+    check_case(Case((9, 30), "gather", packed=True, options={"causal": True}), mesh["ring"])
+
+
+def check_compiled(case: Case) -> None:
+    """In one graph, with the collectives of the compiler."""
+    plan, inputs = case.plan(), case.inputs()
+
+    def attend(*operands):
+        return context_attention(*operands, plan, return_lse=True, **case.options)
+
+    results = []
+    for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)):
+        leaves = [plan.shard(inputs[name], case.rows_axis).requires_grad_() for name in GRADIENTS[:3]]
+        out, lse = function(*leaves)
+        (out.square().sum() + lse.sum()).backward()
+        results.append([out.detach(), lse.detach(), *(x.grad for x in leaves)])
+    torch.testing.assert_close(*results)
+
+
+def check_all_compiled() -> None:
+    check_compiled(Case((3, 1, 40), packed=True, options={"window": (5, 0)}))
+    check_compiled(Case((50,), "gather", options={"causal": True}))
+    check_compiled(Case((50,), "ulysses", options={"causal": True}))
+
+
+def test_compile():
+    ranks.run(3, check_all_compiled)
+
+
+def test_clients():
+    ranks.run(4, check_clients)
+
+
+def raises(kind, text, function, *args, **kwargs) -> None:
+    with pytest.raises(kind, match=text):
+        function(*args, **kwargs)
+
+
+def check_errors() -> None:
+    rank = dist.get_rank()
+    raises(ValueError, "seq_len, cu_seqlens: wanted one", shard_plan)
+    raises(ValueError, "seq_len: -1, wanted at least 0", shard_plan, seq_len=-1)
+    raises(TypeError, "seq_len: float, wanted an int", shard_plan, seq_len=8.0)
+    raises(ValueError, "cu_seqlens: starts with", shard_plan, cu_seqlens=[1, 2])
+    raises(ValueError, "cu_seqlens: falls after element 1", shard_plan, cu_seqlens=[0, 4, 2])
+    raises(ValueError, "cu_seqlens: 1 dimensions of torch.float32", shard_plan, cu_seqlens=torch.tensor([0.0]))
+    raises(ValueError, "layout: 'ring', wanted 'zigzag'", shard_plan, seq_len=8, layout="ring")
+    raises(ValueError, "method: 'star', wanted", shard_plan, seq_len=8, method="star")
+    raises(ValueError, r"method: \(2, 2\) is for 4 ranks, the group has 2", shard_plan, seq_len=8, method=(2, 2))
+    raises(TypeError, "group: int, wanted a ProcessGroup", shard_plan, 3, seq_len=8)
+    raises(ValueError, "rank 0 has seq_len 8.*rank 1 has seq_len 9", shard_plan, seq_len=8 + rank)
+
+    plan = shard_plan(seq_len=8)
+    q, k, v = torch.randn(1, 4, 4, 16), torch.randn(1, 2, 4, 16), torch.randn(1, 2, 4, 16)
+
+    def call(query=q, key=k, value=v, plan=plan, **options):
+        return context_attention(query, key, value, plan, **options)
+
+    raises(TypeError, "plan: NoneType, wanted a ShardPlan", call, plan=None)
+    raises(TypeError, "query: list, wanted a Tensor", call, [])
+    raises(ValueError, "query: 3 dimensions, wanted 4", call, q[0])
+    raises(ValueError, "key: 3 rows, wanted 4, as the plan has them", call, key=k[:, :, :3])
+    raises(ValueError, "value: dtype torch.float64, wanted torch.float32", call, value=v.double())
+    raises(ValueError, "key: device meta", call, key=k.to("meta"))
+    raises(ValueError, "key: 2 heads, wanted a divisor of the 3 heads", call, q[:, :3])
+    raises(ValueError, "value: 1 heads, wanted 2 as key", call, value=v[:, :1])
+    raises(ValueError, "key: head_dim 8, wanted 16", call, key=k[..., :8])
+    raises(ValueError, "batch 2 and 1, wanted 1", call, key=k.expand(2, -1, -1, -1))
+    raises(ValueError, r"sinks: shape \[3\], wanted \[4\]", call, sinks=torch.zeros(3))
+    raises(ValueError, "window: left is -1", call, window=(-1, 0))
+    raises(TypeError, "scale: 'x', wanted a number", call, scale="x")
+    many = shard_plan(seq_len=8, method="ulysses")
+    raises(ValueError, "query: 1 heads, wanted at least the Ulysses degree 2", call, q[:, :1], k[:, :1], v[:, :1], many)
+    raises(ValueError, "x: 7 rows along axis 2, wanted 8", plan.shard, torch.zeros(1, 1, 7), 2)
+    raises(ValueError, "dim: 3, wanted an axis", plan.shard, torch.zeros(1, 1, 8), 3)
+
+    # One rank is wrong, all raise: that rank its own error, the others with its rank and reason.
+    text = "key: 3 rows" if rank == 1 else "rank 1 raised ValueError: key: 3 rows"
+    raises(ValueError, text, call, key=k[:, :, :3] if rank == 1 else k)
+    raises(ValueError, "wanted the same on all ranks", call, causal=rank == 1)
+    raises(ValueError, "requires_grad", call, q.clone().requires_grad_(rank == 1))
+    assert call().shape == (1, 4, 4, 16)  # and the group is still in step
+
+
+def test_errors():
+    ranks.run(2, check_errors)
+
+
+def check_absent() -> None:
+    """Rank 1 does not come: rank 0 says for whom it waited. Or it fails in the middle: rank 0 says why."""
+    plan = shard_plan(seq_len=8)
+    q = torch.randn(1, 2, 4, 16)
+    if dist.get_rank() == 0:
+        raises(RuntimeError, "context_attention: rank 0 waited for the others", context_attention, q, q, q, plan)
+    else:
+        time.sleep(4)
+
+
+def check_failure() -> None:
+    plan = shard_plan(seq_len=8)
+    q = torch.randn(1, 2, 4, 16)
+    if dist.get_rank() == 0:
+        text = r"step 0 of rank 0, which waits for ranks \[1\](.|\n)*rank 1, context_attention: OSError: no memory"
+        raises(RuntimeError, text, context_attention, q, q, q, plan)
+    else:
+        with mock.patch("flashsoftmax.distributed.context._forward", side_effect=OSError("no memory")):
+            raises(OSError, "no memory", context_attention, q, q, q, plan)
+        time.sleep(4)
+
+
+@pytest.mark.parametrize("check", [check_absent, check_failure])
+def test_a_rank_that_does_not_come(check):
+    ranks.run(2, check, timeout=3)
+
+
+# Decode
+
+
+@dataclass
+class Cache:
+    kv_lens: tuple[int, ...]
+    interleave: int = 1
+    rows: int = 1
+    page_size: int | None = None
+    dtype: torch.dtype = torch.float32
+    options: dict = field(default_factory=dict)
+    has_slopes: bool = False
+    has_sinks: bool = False
+
+
+def caches(n: int) -> list[Cache]:
+    return [
+        Cache((50, 1, 0, 7)),
+        Cache((50, 1, 0, 7), interleave=4, page_size=3, has_sinks=True),
+        Cache((50, 33), interleave=64, options={"softcap": 3.0}),
+        Cache((1000, 300), interleave=16, dtype=torch.bfloat16, has_sinks=True),
+        Cache((50, 20, 5), interleave=2, rows=5, options={"causal": True}),
+        Cache((50, 20, 5), rows=3, options={"window": (9, 0)}, has_slopes=True, has_sinks=True),
+        Cache((200, 3), interleave=8, options={"window": (20, 2)}, page_size=16),
+        Cache((40, 8), rows=20, options={"causal": True}, dtype=torch.float64),
+    ]
+
+
+def check_cache(cache: Cache) -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    batch, longest = len(cache.kv_lens), max(cache.kv_lens)
+    query = torch.randn(batch, 4, cache.rows, 16, generator=generator).to(cache.dtype)
+    key, value = torch.randn(2, batch, 2, longest, 16, generator=generator).to(cache.dtype).unbind()
+    options = dict(cache.options)
+    if cache.has_slopes:
+        options["alibi_slopes"] = torch.rand(4, generator=generator)
+    if cache.has_sinks:
+        options["sinks"] = torch.randn(4, generator=generator)
+    tokens = [i for i in range(longest) if i // cache.interleave % n == rank]
+    slots = len(tokens) + 5  # the unused ones hold NaN, and so do tokens beyond kv_lens
+    local = []
+    for x in (key, value):
+        part = x.new_full((batch, 2, slots, 16), torch.nan)
+        part[:, :, : len(tokens)] = x[:, :, tokens]
+        for b, length in enumerate(cache.kv_lens):
+            part[b, :, sum(i < length for i in tokens) :] = torch.nan
+        local.append(part)
+    kv_lens, table = torch.tensor(cache.kv_lens), {}
+    if cache.page_size:
+        pages = -(-slots // cache.page_size)
+        table["block_table"] = torch.arange(batch * pages).view(batch, pages)
+        pad = pages * cache.page_size - slots
+        local = [
+            torch.nn.functional.pad(x, (0, 0, 0, pad), value=torch.nan)
+            .view(batch, 2, pages, cache.page_size, 16)
+            .transpose(1, 2)
+            .flatten(0, 1)
+            .transpose(1, 2)
+            for x in local
+        ]
+    actual = decode_over_ranks(
+        query, *local, kv_lens=kv_lens, interleave=cache.interleave, return_lse=True, **options, **table
+    )
+    everywhere = [[torch.empty_like(x) for _ in range(n)] for x in actual]
+    for xs, x in zip(everywhere, actual, strict=True):
+        dist.all_gather(xs, x.contiguous())
+        assert_same_bits(xs, [x] * n)
+    whole = query.double(), key.double(), value.double()
+    exact = reference.attention(*whole, kv_lens=kv_lens, **options)
+    naive = reference.attention(query, key, value, kv_lens=kv_lens, **options)
+    for name, x, e, y in zip(("out", "lse"), actual, exact, naive, strict=True):
+        assert_accurate(f"{name} of {cache}", x, e, y, slack=2)
+
+
+def check_caches() -> None:
+    for cache in caches(dist.get_world_size()):
+        check_cache(cache)
+    q, kv_lens = torch.randn(2, 4, 1, 16), torch.tensor([5, 3])
+    k = torch.randn(2, 2, 4, 16)
+    for kind, text, changes in (
+        (ValueError, "interleave: 0, wanted at least 1", {"interleave": 0}),
+        (TypeError, "interleave: float", {"interleave": 1.0}),
+        (TypeError, "kv_lens: list, wanted a Tensor", {"kv_lens": [5, 3]}),
+        (ValueError, r"kv_lens: shape \[1\]", {"kv_lens": kv_lens[:1]}),
+        (ValueError, "query: requires_grad is True", {"query": q.clone().requires_grad_()}),
+        (ValueError, "kv_lens", {"kv_lens": torch.tensor([100, 3])}),
+        (ValueError, "wanted the same on all ranks", {"interleave": 1 + dist.get_rank()}),
+    ):
+        raises(kind, text, decode_over_ranks, **({"query": q, "key": k, "value": k, "kv_lens": kv_lens} | changes))
+    compiled = torch.compile(decode_over_ranks, backend="aot_eager", fullgraph=True)
+    assert_same_bits(compiled(q, k, k, kv_lens=kv_lens), decode_over_ranks(q, k, k, kv_lens=kv_lens))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_decode(n):
+    ranks.run(n, check_caches)
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_decode_on_one_rank_is_the_plain_call(page_size):
+    query, key = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 40, 16)
+    kv_lens = torch.tensor([40, 17])
+    options = {"causal": True, "window": (20, 0), "sinks": torch.randn(4), "alibi_slopes": torch.rand(4)}
+    plain = attention(query, key, key, kv_lens=kv_lens, return_lse=True, **options)
+    if page_size:
+        key = key.view(2, 2, 5, 8, 16).transpose(1, 2).flatten(0, 1).transpose(1, 2)
+        options["block_table"] = torch.arange(10).view(2, 5)
+    split = decode_over_ranks(query, key, key, kv_lens=kv_lens, return_lse=True, **options)
+    assert_same_bits(split, plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat, overload
 
@@ -13,8 +14,8 @@ from torch import Tensor
 from .. import ops
 from ..options import Window, complete
 from . import heads
-from .exchange import Arrival, exchange
-from .layout import UNBOUNDED, Band
+from .exchange import Arrival, Wire, reporting
+from .layout import UNBOUNDED
 from .plan import ShardPlan, agree
 from .schedule import DIAGONAL, OWN, Call, Message, Rows, Schedule, Step
 from .states import State, Tree
@@ -117,14 +118,15 @@ class _Run:
     """The arguments of one call, checked."""
 
     plan: ShardPlan
-    band: Band
+    band: tuple[int, int]  # left and right
     options: dict[str, Any]  # of the operator: scale and softcap
     sinks: Tensor | None
     alibi_slopes: Tensor | None
 
     @property
     def schedule(self) -> Schedule:
-        return self.plan.schedule(self.band, self.alibi_slopes is not None)
+        schedule: Schedule = self.plan.schedule(*self.band, self.alibi_slopes is not None)
+        return schedule
 
 
 def _prepare(query: Any, key: Any, value: Any, plan: ShardPlan, causal: bool, window: Any, *rest: Any) -> _Run:
@@ -144,7 +146,7 @@ def _prepare(query: Any, key: Any, value: Any, plan: ShardPlan, causal: bool, wi
         left, right = options["window_left"], options["window_right"]
         run = _Run(
             plan,
-            Band(UNBOUNDED if left is None else left, UNBOUNDED if right is None else right),
+            (UNBOUNDED if left is None else left, UNBOUNDED if right is None else right),
             {"scale": options["scale"], "softcap": options["softcap"]},
             options["sinks"],
             options["alibi_slopes"],
@@ -187,27 +189,8 @@ class _Context(torch.autograd.Function):
         alibi_slopes: Tensor | None,
         run: _Run,
     ) -> tuple[Tensor, Tensor]:
-        schedule, tree = run.schedule, Tree(run.schedule.leaves)
-        options = {**run.options, "alibi_slopes": alibi_slopes}
-        buffers = _Buffers(run.plan, key, value)
-        diagonal = None
-        for t, step in enumerate(schedule.steps):
-            buffers.join(step)
-            pending = buffers.start(t, step)
-            leaves: dict[int, list[tuple[slice, State]]] = {}
-            for call in step.calls:
-                state = _attend(query, buffers, call, sinks, options)
-                leaves.setdefault(call.leaf, []).append((call.queries, state))
-            for leaf, parts in leaves.items():
-                state = _whole(parts, query.size(2))
-                if leaf == DIAGONAL:
-                    diagonal = state
-                else:
-                    tree.add(leaf, state)
-            buffers.finish(step, pending)
-        state = diagonal or _empty(tuple(query.shape[:3]), value)
-        if tree.result is not None:
-            state = state.merge(tree.result)
+        with _reporting(run.plan, NAME):
+            state = _forward(query, key, value, sinks, alibi_slopes, run)
         out = state.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, alibi_slopes, out, state.lse, state.lse_error)
         ctx.run = run
@@ -216,35 +199,78 @@ class _Context(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, alibi_slopes, *results = ctx.saved_tensors
-        run: _Run = ctx.run
         # Every rank takes part, or the others would wait for it.
-        grad_out = torch.zeros_like(results[0]) if grad_out is None else grad_out
-        buffers = _Buffers(run.plan, key, value)
-        gradients = _Gradients(run.plan, run.schedule, buffers)
-        grad_query = torch.zeros_like(query, dtype=gradients.dtype)
-        grad_sinks = None if sinks is None else torch.zeros_like(sinks)
-        options = {**run.options, "alibi_slopes": alibi_slopes}
-        for t, step in enumerate(run.schedule.steps):
-            buffers.join(step)
-            pending = buffers.start(t, step)
-            gradients_pending = gradients.start(t, step)
-            for call in step.calls:
-                rows = call.queries
-                per_row = [None if x is None else x[:, :, rows] for x in (grad_out, grad_lse, *results)]
-                names = ("grad_out", "grad_lse", "out", "lse", "lse_error")
-                sinks_here = sinks if call.leaf == DIAGONAL else None
-                arguments = {**dict(zip(names, per_row, strict=True)), **options, "sinks": sinks_here}
-                arguments |= _operands(query, buffers, call)
-                dq, dk, dv, _, ds = ops.attention_backward(**arguments, mask_grad=False)
-                grad_query[:, :, rows] += dq
-                gradients.add(call.keys, dk, dv)
-                if grad_sinks is not None and sinks_here is not None:
-                    grad_sinks += ds
-            gradients.finish(step, gradients_pending)
-            buffers.finish(step, pending)
-        grad_key, grad_value = gradients.own()
-        return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None, None
+        grad_out = torch.zeros_like(ctx.saved_tensors[5]) if grad_out is None else grad_out
+        with _reporting(ctx.run.plan, f"backward of {NAME}"):
+            grads = _backward(grad_out, grad_lse, *ctx.saved_tensors, run=ctx.run)
+        return *grads, None, None
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, run: _Run
+) -> State:
+    schedule, tree, diagonal = run.schedule, Tree(run.schedule.leaves), None
+    options = {**run.options, "alibi_slopes": alibi_slopes}
+    wire = Wire(run.plan.group, NAME, query)
+    buffers = _Buffers(run.plan, key, value, wire)
+    for t, step in enumerate(schedule.steps):
+        buffers.join(step)
+        pending = buffers.start(t, step)
+        leaves: dict[int, list[tuple[slice, State]]] = {}
+        for call in step.calls:
+            state = _attend(query, buffers, call, sinks, options)
+            leaves.setdefault(call.leaf, []).append((call.queries, state))
+        for leaf, parts in leaves.items():
+            state = _whole(parts, query.size(2))
+            if leaf == DIAGONAL:
+                diagonal = state
+            else:
+                tree.add(leaf, state)
+        buffers.finish(step, pending)
+    state = diagonal or _empty(tuple(query.shape[:3]), value)
+    if tree.result is not None:
+        state = state.merge(tree.result)
+    return State(state.out, wire.result(state.lse), state.lse_error)
+
+
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    *results: Tensor,
+    run: _Run,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key, value and sinks. results: out, lse and lse_error over all keys."""
+    wire = Wire(run.plan.group, f"backward of {NAME}", grad_out)
+    buffers = _Buffers(run.plan, key, value, wire)
+    gradients = _Gradients(run.plan, run.schedule, buffers)
+    grad_query = torch.zeros_like(query, dtype=gradients.dtype)
+    grad_sinks = None if sinks is None else torch.zeros_like(sinks)
+    names = ("grad_out", "grad_lse", "out", "lse", "lse_error")
+    for t, step in enumerate(run.schedule.steps):
+        buffers.join(step)
+        pending, gradients_pending = buffers.start(t, step), gradients.start(t, step)
+        for call in step.calls:
+            rows = [None if x is None else x[:, :, call.queries] for x in (grad_out, grad_lse, *results)]
+            arguments = {**dict(zip(names, rows, strict=True)), **run.options, "alibi_slopes": alibi_slopes}
+            arguments |= {**_operands(query, buffers, call), "sinks": sinks if call.leaf == DIAGONAL else None}
+            dq, dk, dv, _, ds = ops.attention_backward(**arguments, mask_grad=False)
+            grad_query[:, :, call.queries] += dq
+            gradients.add(call.keys, dk, dv)
+            if grad_sinks is not None and call.leaf == DIAGONAL:
+                grad_sinks += ds
+        gradients.finish(step, gradients_pending)
+        buffers.finish(step, pending)
+    return wire.result(grad_query).to(query.dtype), *gradients.own(), grad_sinks
+
+
+def _reporting(plan: ShardPlan, what: str) -> Any:
+    """torch.compile cannot trace the store of the group."""
+    return nullcontext() if torch.compiler.is_compiling() else reporting(plan.group, what)
 
 
 class _Replicated(torch.autograd.Function):
@@ -265,8 +291,8 @@ class _Replicated(torch.autograd.Function):
 class _Buffers:
     """Keys and values by buffer, as [rows, B, heads, dim]: a range of rows can be sent without a copy."""
 
-    def __init__(self, plan: ShardPlan, key: Tensor, value: Tensor) -> None:
-        self.plan = plan
+    def __init__(self, plan: ShardPlan, key: Tensor, value: Tensor, wire: Wire) -> None:
+        self.plan, self.wire = plan, wire
         self.pairs = {OWN: (key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3))}
 
     def join(self, step: Step) -> None:
@@ -278,7 +304,7 @@ class _Buffers:
         arrivals = [
             Arrival(self._rank(m), x.new_empty(m.count, *x.shape[1:])) for m in step.receives for x in self.pairs[OWN]
         ]
-        return exchange(self.plan.group, sends, arrivals, f"{NAME}: step {t} of rank {self.plan.rank}")
+        return self.wire.exchange(sends, arrivals, self.pairs[OWN][0].dtype, f"step {t} of rank {self.plan.rank}")
 
     def finish(self, step: Step, pending: Any) -> None:
         found = iter(pending.wait())
@@ -325,7 +351,8 @@ class _Gradients:
             for m in step.gradient_receives
             for x in self.like
         ]
-        return exchange(self.plan.group, sends, arrivals, f"{NAME}: step {t} of the backward of rank {self.plan.rank}")
+        step_name = f"step {t} of rank {self.plan.rank}, gradients"
+        return self.buffers.wire.exchange(sends, arrivals, self.dtype, step_name)
 
     def finish(self, step: Step, pending: Any) -> None:
         found = iter(pending.wait())
@@ -341,11 +368,10 @@ class _Gradients:
 
     def own(self) -> list[Tensor]:
         """The gradients of this rank's key and value, [B, heads, rows, dim] in their dtype."""
-        for (owner, n), keys in self.schedule.keys.items():
-            if owner == self.plan.holder and keys.rows.buffer in self.pairs and keys.rows.buffer != OWN:
-                self._add_home(
-                    n, keys.start, [x[keys.rows.start : keys.rows.end] for x in self.pairs[keys.rows.buffer]]
-                )
+        for n, keys in self.schedule.moved:
+            if keys.rows.buffer in self.pairs:
+                rows = slice(keys.rows.start, keys.rows.end)
+                self._add_home(n, keys.start, [x[rows] for x in self.pairs[keys.rows.buffer]])
         return [x.to(like.dtype).permute(1, 2, 0, 3) for x, like in zip(self.pairs[OWN], self.like, strict=True)]
 
     def _add_home(self, n: int, start: int, parts: list[Tensor]) -> None:
@@ -430,10 +456,8 @@ def _check_shapes(query: Any, key: Any, value: Any, plan: ShardPlan) -> None:
             raise ValueError(f"{name}: dtype {x.dtype}, wanted {query.dtype} as query")
         if x.device != query.device:
             raise ValueError(f"{name}: device {x.device}, wanted {query.device} as query")
-    if plan.group is not None and query.device.type not in {x.type for x in plan.group._device_types}:
-        raise ValueError(
-            f"query: device {query.device}, which the group's backend {dist.get_backend(plan.group)} lacks"
-        )
+    if query.device.type not in plan.devices:
+        raise ValueError(f"query: device {query.device}, wanted one that the group serves: {sorted(plan.devices)}")
     queries, keys = query.size(heads_axis), key.size(heads_axis)
     if value.size(heads_axis) != keys:
         raise ValueError(f"value: {value.size(heads_axis)} heads, wanted {keys} as key")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exchange import Arrival, exchange
+from .exchange import Arrival, Wire
 from .layout import cut
 from .plan import ShardPlan
 
@@ -70,11 +70,12 @@ def _to_heads(x: Tensor, plan: ShardPlan, heads: list[Range]) -> Tensor:
     parts = whole.split(counts)
     others = [p for p in range(plan.ulysses) if p != me]
     sends = [(base + p, rows[:, :, slice(*heads[p])]) for p in others]
-    pending = exchange(plan.group, sends, [Arrival(base + p, parts[p]) for p in others], "Ulysses")
+    wire = Wire(plan.group, "Ulysses", x)
+    pending = wire.exchange(sends, [Arrival(base + p, parts[p]) for p in others], x.dtype)
     parts[me].copy_(rows[:, :, first:end])
     for p, part in zip(others, pending.wait(), strict=True):
         parts[p].copy_(part)  # in eager mode it is there already
-    return whole.permute(1, 2, 0, 3)
+    return wire.result(whole).permute(1, 2, 0, 3)
 
 
 def _to_rows(x: Tensor, plan: ShardPlan, heads: list[Range]) -> Tensor:
@@ -86,12 +87,14 @@ def _to_rows(x: Tensor, plan: ShardPlan, heads: list[Range]) -> Tensor:
     shapes = [(own.size(0), own.size(1), end - first, own.size(3)) for first, end in heads]
     sends = [(base + p, parts[p]) for p in others]
     arrivals = [Arrival(base + p, own.new_empty(shapes[p])) for p in others]
-    found = dict(zip(others, exchange(plan.group, sends, arrivals, "Ulysses").wait(), strict=True)) | {me: own}
+    wire = Wire(plan.group, "Ulysses", x)
+    arrived = wire.exchange(sends, arrivals, x.dtype).wait()
+    found = dict(zip(others, arrived, strict=True)) | {me: own}
     if all(a[1] == b[0] for a, b in pairwise(heads)):
-        return torch.cat([found[p] for p in range(plan.ulysses)], 2).permute(1, 2, 0, 3)
+        return wire.result(torch.cat([found[p] for p in range(plan.ulysses)], 2)).permute(1, 2, 0, 3)
     dtype = torch.promote_types(x.dtype, torch.float32)
     total = own.new_zeros(own.size(0), own.size(1), heads[-1][1], own.size(3), dtype=dtype)
     for p in range(plan.ulysses):
         total[:, :, slice(*heads[p])] += found[p]
-    summed: Tensor = total.to(x.dtype).permute(1, 2, 0, 3)
+    summed: Tensor = wire.result(total.to(x.dtype)).permute(1, 2, 0, 3)
     return summed

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .exchange import Arrival, exchange
+from .exchange import Arrival, Wire, reasons
 from .layout import Band, Layout, LayoutName, cut
 from .schedule import Schedule, schedule
 
@@ -58,7 +58,12 @@ class ShardPlan:
     Attributes:
         group: the process group, or None for a single rank.
         rank, size: of this process in the group.
-        layout: who holds which rows, if Ulysses is left out of account.
+        devices: the types of devices that the group's backends serve.
+        rows: the number of rows of each rank.
+        positions: [rows], int64: the position of each of this rank's rows in its document, for rotary embeddings.
+        indices: [rows], int64: the index of each of this rank's rows in the whole sequence.
+        layout: who holds which rows, if Ulysses is left out of account: each of its holders is a Ulysses group.
+        holder: the index of this rank's Ulysses group.
         ulysses, ring: the degree of each; their product is size.
         gather: whether keys are gathered rather than sent around a ring.
         packed: whether tensors are [rows, heads, dim] (cu_seqlens) or [B, heads, rows, dim] (seq_len).
@@ -75,6 +80,7 @@ class ShardPlan:
         self.group, mesh_shape = process_group(group)
         self.size = dist.get_world_size(self.group) if self.group else 1
         self.rank = dist.get_rank(self.group) if self.group else 0
+        self.devices = {x.type for x in self.group._device_types} if self.group else {"cpu", "cuda"}
         if self.rank < 0:
             raise ValueError("group: this process is not one of its ranks")
         problem, signature = None, ""
@@ -89,32 +95,17 @@ class ShardPlan:
         agree(self.group, "shard_plan", signature, problem)
         self.packed = seq_len is None
         self.layout = Layout(lengths, self.ring, layout)
+        self.holder = self.rank // self.ulysses
+        self.rows = tuple(len(self._piece(rank, range(1 << 62))) for rank in range(self.size))
+        positions = self._piece(self.rank, self.layout.positions(self.holder))
+        self.positions = torch.tensor(positions, dtype=torch.int64)
+        self.indices = torch.tensor(self.indices_of(self.rank), dtype=torch.int64)
         self.is_agreed = False  # set by the first call of context_attention
-        self._schedules: dict[tuple[Band, bool], Schedule] = {}
-
-    @property
-    def holder(self) -> int:
-        """The index of this rank's Ulysses group in the ring."""
-        return self.rank // self.ulysses
-
-    @functools.cached_property
-    def rows(self) -> tuple[int, ...]:
-        """The number of rows of each rank."""
-        return tuple(len(range(*self._piece(rank).indices(1 << 62))) for rank in range(self.size))
-
-    @functools.cached_property
-    def positions(self) -> Tensor:
-        """[rows], int64: the position of each of this rank's rows in its document, for rotary embeddings."""
-        return torch.tensor(self.layout.positions(self.holder)[self._piece(self.rank)], dtype=torch.int64)
-
-    @functools.cached_property
-    def indices(self) -> Tensor:
-        """[rows], int64: the index of each of this rank's rows in the whole sequence."""
-        return torch.tensor(self.indices_of(self.rank), dtype=torch.int64)
+        self._schedules: dict[tuple[int, int, bool], Schedule] = {}
 
     def indices_of(self, rank: int) -> list[int]:
         """`indices` of another rank."""
-        return self.layout.indices(rank // self.ulysses)[self._piece(rank)]
+        return list(self._piece(rank, self.layout.indices(rank // self.ulysses)))
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's rows of a tensor that has all of them along dim. Differentiable."""
@@ -130,19 +121,25 @@ class ShardPlan:
         gathered: Tensor = _Unshard.apply(x.movedim(dim, 0), self)
         return gathered.movedim(0, dim)
 
-    def schedule(self, band: Band, positions: bool) -> Schedule:
+    @torch.compiler.assume_constant_result
+    def schedule(self, left: int, right: int, positions: bool) -> Schedule:
         """What this rank does, step by step, for a band. positions: whether scores depend on them."""
-        at = band, positions
+        at = left, right, positions
         if at not in self._schedules:
             self._schedules[at] = schedule(
-                self.layout, self.holder, band, gather=self.gather, positions=positions, batched=not self.packed
+                self.layout,
+                self.holder,
+                Band(left, right),
+                gather=self.gather,
+                positions=positions,
+                batched=not self.packed,
             )
         return self._schedules[at]
 
-    def _piece(self, rank: int) -> slice:
-        """The rows of a rank among those of its Ulysses group."""
-        rows, part = self.layout.rows[rank // self.ulysses], rank % self.ulysses
-        return slice(cut(rows, self.ulysses, part), cut(rows, self.ulysses, part + 1))
+    def _piece(self, rank: int, rows: Sequence[int]) -> Sequence[int]:
+        """The part of a rank of the rows of its Ulysses group."""
+        count, part = self.layout.rows[rank // self.ulysses], rank % self.ulysses
+        return rows[cut(count, self.ulysses, part) : cut(count, self.ulysses, part + 1)]
 
     def _check_rows(self, name: str, x: Tensor, dim: int, wanted: int) -> None:
         if not isinstance(x, Tensor):
@@ -167,11 +164,12 @@ class _Unshard(torch.autograd.Function):
         ctx.plan = plan
         others = [rank for rank in range(plan.size) if rank != plan.rank]
         arrivals = [Arrival(rank, x.new_empty(plan.rows[rank], *x.shape[1:])) for rank in others]
-        found = exchange(plan.group, [(rank, x) for rank in others], arrivals, "unshard").wait()
+        wire = Wire(plan.group, "unshard", x)
+        found = wire.exchange([(rank, x) for rank in others], arrivals, x.dtype).wait()
         found.insert(plan.rank, x)
         indices = [i for rank in range(plan.size) for i in plan.indices_of(rank)]
         order = torch.tensor(indices, dtype=torch.int64, device=x.device)
-        return torch.cat(found).index_select(0, order.argsort())
+        return wire.result(torch.cat(found).index_select(0, order.argsort()))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -182,9 +180,10 @@ class _Unshard(torch.autograd.Function):
         ]
         others = [rank for rank in range(plan.size) if rank != plan.rank]
         arrivals = [Arrival(rank, torch.empty_like(parts[plan.rank])) for rank in others]
-        found = exchange(plan.group, [(rank, parts[rank]) for rank in others], arrivals, "unshard").wait()
+        wire = Wire(plan.group, "backward of unshard", grad)
+        found = wire.exchange([(rank, parts[rank]) for rank in others], arrivals, grad.dtype).wait()
         found.insert(plan.rank, parts[plan.rank])
-        return functools.reduce(torch.add, found), None
+        return wire.result(functools.reduce(torch.add, found)), None
 
 
 def agree(
@@ -206,7 +205,11 @@ def agree(
         digest = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "little")
         mine = torch.tensor([-1 if problem else digest], device=device)
         digests = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(digests, mine, group=group)
+        try:
+            dist.all_gather(digests, mine, group=group)
+        except RuntimeError as error:
+            text = f"{name}: rank {group.rank()} waited for the others: {error}"
+            raise RuntimeError("\n".join([text, *reasons(group)])) from error
         if len(set(torch.cat(digests).tolist())) == 1 and problem is None:
             return
     found: list[Any] = [None] * group.size()

@@ -99,6 +99,7 @@ class Step:
 class Schedule:
     steps: list[Step]
     keys: dict[tuple[int, int], Keys]  # (owner, segment): the keys that the calls read
+    moved: list[tuple[int, Keys]]  # (segment, keys) of own segments that were joined with others' into a new buffer
     leaves: frozenset[int]  # of the merge tree, without the diagonal
 
 
@@ -121,7 +122,8 @@ def schedule(layout: Layout, holder: int, band: Band, *, gather: bool, positions
         work.exchange(step)
     work.release()
     leaves = frozenset(call.leaf for step in work.steps for call in step.calls) - {DIAGONAL}
-    return Schedule(work.steps, work.keys, leaves)
+    moved = [(n, x) for (owner, n), x in work.keys.items() if owner == holder and x.rows.buffer != OWN]
+    return Schedule(work.steps, work.keys, moved, leaves)
 
 
 class _Builder:
@@ -134,9 +136,10 @@ class _Builder:
         self.steps: list[Step] = []
 
     def route(self, keys: Iterable[Hop], gradients: Iterable[Hop]) -> None:
-        """Sorts the hops from and to this holder into messages: one per step and peer."""
-        mine, mine_back = ([h for h in hops if self.holder in (h.sender, h.receiver)] for hops in (keys, gradients))
-        self.steps = [Step() for _ in range(max([1, *(h.step for h in (*mine, *mine_back))]) + 1)]
+        """Sorts the hops from and to this holder into messages: one per step and peer. All ranks have as many steps."""
+        every, every_back = list(keys), list(gradients)
+        mine, mine_back = ([h for h in hops if self.holder in (h.sender, h.receiver)] for hops in (every, every_back))
+        self.steps = [Step() for _ in range(max((h.step for h in (*every, *every_back)), default=1) + 1)]
         for (t, peer), hops in _grouped(mine, self.holder, sent=True):
             self.steps[t].sends.append(Message(peer, hops))
         for (t, peer), hops in _grouped(mine, self.holder, sent=False):
