@@ -81,7 +81,7 @@ def frame(axes: Axes, title: str, columns: Sequence[str]) -> None:
     axes.set_yticks(range(RANKS), [f"rank {r}" for r in range(RANKS)])
     for label, color in zip(axes.get_yticklabels(), COLORS, strict=True):
         label.set_color(color)
-        label.set_weight("bold")
+        label.set_fontweight("bold")
     axes.set_xlim(-0.4, len(columns) - 0.6)
     axes.set_ylim(RANKS - 0.6, -0.4)
     axes.grid(False)
