@@ -62,7 +62,7 @@ class Tree:
                 sibling = self.waiting.pop((level, n ^ 1), None)
                 if sibling is None:
                     break
-                state = state.merge(sibling) if n & 1 == 0 else sibling.merge(state)
+                state = state.merge(sibling)  # the same bits in either order
             level, n = level + 1, n >> 1
         self.waiting[level, n] = state
 
