@@ -68,9 +68,9 @@ PARTS = (
         "step is that of `flashsoftmax.distributed` ([scaling_model.py](../bench/support/scaling_model.py)); a test "
         "compares it with the bytes that ranks on CPUs send. A step takes as long as its arithmetic at the H200's peak "
         "or as its messages, whichever is longer; the exchanges of Ulysses overlap with nothing. Left out: memory, "
-        "kernels below the peak, launches, and messages that share a switch. Links: NVLink between all ranks, though an "
-        "H200 server has 8; or NVLink within 8 and InfiniBand between. Bytes: what the busiest rank sends or receives "
-        "over the slowest link in use.",
+        "kernels below the peak, launches, and messages that share a switch. Links: NVLink between all ranks (an H200 "
+        "server has 8); or NVLink within 8, and InfiniBand between. Bytes: what the busiest rank sends or receives over "
+        "the slowest link in use.",
         scaling.page,
     ),
     Part(
