@@ -69,7 +69,7 @@ PARTS = (
         "compares it with the bytes that ranks on CPUs send. A step takes as long as its arithmetic at the H200's peak "
         "or as its messages, whichever is longer; the exchanges of Ulysses overlap with nothing. Left out: memory, "
         "kernels below the peak, launches, and messages that share a switch. Links: NVLink between all ranks (an H200 "
-        "server has 8); or NVLink within 8, and InfiniBand between. Bytes: what the busiest rank sends or receives over "
+        "server has 8); or NVLink within 8, and InfiniBand between. Bytes: what the busiest rank sends or receives on "
         "the slowest link in use.",
         scaling.page,
     ),
