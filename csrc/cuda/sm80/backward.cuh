@@ -247,8 +247,7 @@ template <class Shape>
 __device__ __forceinline__ Verdict map_verdict(const BackwardBlock& block, int64_t own0, int64_t own1, int64_t at) {
   const Visibility& visible = block.visible;
   const int64_t end = min(at + Shape::kOther, Shape::kOwnsKeys ? block.seq.q_len : visible.band.kv_len);
-  return Shape::kOwnsKeys ? warp_verdict(visible, at, end, own0, own1)
-                          : warp_verdict(visible, own0, own1, at, end);
+  return Shape::kOwnsKeys ? warp_verdict(visible, at, end, own0, own1) : warp_verdict(visible, own0, own1, at, end);
 }
 // The first tile of the other side from `tile` on that the mask does not hide from the block; block.tiles if none.
 template <class Shape> __device__ __forceinline__ int next_shown(const BackwardBlock& block, int tile) {
