@@ -303,7 +303,7 @@ def check_case(case: Case, group=None) -> None:
 
 
 def check_cases(n: int) -> None:
-    for case in cases(n):
+    for case in cases(n)[:: 2 if n == 8 else 1]:
         check_case(case)
 
 
@@ -456,7 +456,6 @@ def test_losses_differ():
 
 def check_all_compiled() -> None:
     check_compiled(Case((3, 1, 40), packed=True, options={"window": (5, 0)}))
-    check_compiled(Case((50,), "gather", options={"causal": True}))
     check_compiled(Case((50,), "ulysses", options={"causal": True}))
 
 
