@@ -152,8 +152,8 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& params, const D
 }
 
 // The ring of slots through which the tiles of one warp pass, but those that the mask hides: the keys of the first tile,
-// their values, the keys of the next, and so on. If the block has two row tiles, the two warps that take the same keys share a ring: one copies the keys,
-// the other the values.
+// their values, the keys of the next, and so on. If the block has two row tiles, the two warps that take the same keys
+// share a ring: one copies the keys, the other the values.
 template <class T, int kHeadDim> struct DecodeRing {
   using Shape = DecodeShape<T, kHeadDim>;
   const DecodeParams& params;
@@ -190,9 +190,8 @@ template <class T, int kHeadDim> struct DecodeRing {
 #pragma unroll 1
     for (; tile * Shape::kTile + warp_key < last; tile++) {
       const int64_t j = block.j0 + tile * Shape::kTile + warp_key;
-      if (warp_verdict(block.shown, 0, block.seq.q_len, j, min(j + Shape::kKeys, block.seq.band.kv_len)) !=
-          Verdict::skip)
-        break;
+      // All rows are in the first cell of queries, so one stands for all.
+      if (warp_verdict(block.shown, 0, 1, j, min(j + Shape::kKeys, block.seq.band.kv_len)) != Verdict::skip) break;
     }
     return tile;
   }
@@ -244,9 +243,10 @@ __device__ __forceinline__ void make_scores(Fragment<1, kColumns>& s, const Deco
   if (plain) {
     hide(s, visible);
   } else {
-    const HeadScores heads[] = {head_scores(args, block.seq, rows[0].h), head_scores(args, block.seq, rows[1].h)};
     products_to_scores(s, visible, [&](float x, int, int h, int column) {
-      return heads[h].at(heads[h].score.content(x), rows[h].i, j0 + column);
+      // Found again for each key: to keep it for both rows would take more registers than there are.
+      const HeadScores head = head_scores(args, block.seq, hide_from_optimizer(rows[h].h));
+      return head.at(head.score.content(x), rows[h].i, j0 + column);
     });
   }
 }
