@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import accuracy, traffic
+from . import accuracy, scaling, traffic
 from .support import throughput_result
 from .support.command import Run, parser
 
@@ -59,6 +59,19 @@ PARTS = (
         "Memory and DRAM, measured",
         "Bytes of a call beyond its inputs.",
         traffic.measured_page,
+    ),
+    Part(
+        "scaling-model",
+        "Sequence-parallel attention, predicted",
+        "A model: no GPU has run this. Forward + backward of one sequence in bfloat16, 32 heads on 8, dim 128, split "
+        "over ranks; with a window the layout is contiguous, otherwise zigzag. What each rank sends and computes per "
+        "step is that of `flashsoftmax.distributed` ([scaling_model.py](../bench/support/scaling_model.py)); a test "
+        "compares it with the bytes that ranks on CPUs send. A step takes as long as its arithmetic at the H200's peak "
+        "or as its messages, whichever is longer; the exchanges of Ulysses overlap with nothing. Left out: memory, "
+        "kernels below the peak, launches, and messages that share a switch. Links: NVLink between all ranks (an H200 "
+        "server has 8); or NVLink within 8, and InfiniBand between. Bytes: what the busiest rank sends or receives on "
+        "the slowest link in use.",
+        scaling.page,
     ),
     Part(
         "accuracy",

@@ -99,7 +99,9 @@ struct Visibility {
   FLASHSOFTMAX_INLINE bool hides(int64_t i0, int64_t i1, int64_t j) const {
     return map && map.verdict(i0, i1, first_key + j, first_key + j + 1) == Verdict::skip;
   }
-  FLASHSOFTMAX_INLINE int64_t cell_begin(int64_t j) const { return (first_key + j) / kCellKeys * kCellKeys - first_key; }
+  FLASHSOFTMAX_INLINE int64_t cell_begin(int64_t j) const {
+    return (first_key + j) / kCellKeys * kCellKeys - first_key;
+  }
   FLASHSOFTMAX_INLINE int64_t cell_end(int64_t j) const { return cell_begin(j) + kCellKeys; }
   // The word of the cell of query i for key j. Those of the next keys follow it at a stride of map.bits_key.
   FLASHSOFTMAX_INLINE const uint16_t* word(int64_t i, int64_t j) const { return map.word(i, first_key + j); }

@@ -33,6 +33,8 @@ LONGER = "test_gpu and interpreted and longer_than_its_maximum"
 PAGES = "test_gpu and interpreted and pages_that_no_query_sees"
 LARGE_LSE = "test_large_lse and interpreted and float16 and (of_one or weighs_a_half)"
 
+DROPOUT = "test_backward and interpreted and float16 and dropout-dim-128"
+
 MUTATIONS = [
     Mutation(
         "forward: the accumulator is not rescaled",
@@ -140,6 +142,20 @@ MUTATIONS = [
         "ExpFor<T>().unit, -lse_error)",
         "ExpFor<T>().unit, 0)",
         LARGE_LSE,
+    ),
+    Mutation(
+        "dropout: lanes do not exchange which weights are kept",
+        "kept.cuh",
+        "others = __shfl_xor_sync(~0u, bits, 1)",
+        "others = bits",
+        DROPOUT,
+    ),
+    Mutation(
+        "backward: the values get weights that were dropped",
+        "sm80/backward.cuh",
+        "          if (drops) scores.keep_elements(s, kept, 1);\n",
+        "",
+        DROPOUT,
     ),
     Mutation(
         "merge: an empty state is not guarded",

@@ -102,7 +102,7 @@ def kept(shape: tuple[int, int, int, int], dropout_p: float, seed: int, offset: 
 def dropout_factors(
     s: Tensor, dropout_p: float, dropout_seed: Tensor | None, kv_starts: Tensor | None
 ) -> Tensor | None:
-    """What weights [batch, heads, rows, keys + 1] are multiplied by. The sink is not dropped. Keys count from kv_starts."""
+    """What weights [batch, heads, rows, keys + 1] are multiplied by: keys count from kv_starts, the sink is kept."""
     if dropout_p == 0:
         return None
     mask = kept((*s.shape[:3], s.shape[3] - 1), dropout_p, *dropout_seed.tolist()).to(s)

@@ -14,7 +14,7 @@ sys.path.append(str(ROOT))
 
 pytest.importorskip("matplotlib")  # before what needs it
 
-from bench import COMMANDS, accuracy, recurrence, report  # noqa: E402
+from bench import COMMANDS, accuracy, recurrence, report, sharding  # noqa: E402
 from bench.__main__ import main  # noqa: E402
 from bench.support.tiled import steps  # noqa: E402
 
@@ -90,10 +90,10 @@ def test_accuracy_shows_what_breaks(small, tmp_path, capsys):
     assert "## Accuracy, measured: cpu" in page and f"{tmp_path.name}/accuracy-cpu-merge.svg" in page
 
 
-def test_pictures_of_the_recurrence(tmp_path, capsys):
-    recurrence.main(["--out", str(tmp_path)])
-    page = (ROOT / "docs/recurrence.md").read_text()
-    shown = set(re.findall(r"pictures/(recurrence-\w+)\.svg", page))
+@pytest.mark.parametrize(("command", "page"), [(recurrence, "recurrence"), (sharding, "sequence-parallel")])
+def test_pictures_of_a_page(command, page, tmp_path, capsys):
+    command.main(["--out", str(tmp_path)])
+    shown = set(re.findall(r"pictures/([\w-]+)\.svg", (ROOT / f"docs/{page}.md").read_text()))
     assert shown == {path.stem for path in tmp_path.glob("*.svg")}
 
 

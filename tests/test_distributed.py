@@ -435,6 +435,25 @@ def check_compiled(case: Case) -> None:
     torch.testing.assert_close(*results)
 
 
+def check_losses_differ() -> None:
+    """One rank's loss takes out, the other's lse."""
+    for method in ("ring", "gather", "ulysses"):
+        case = Case((50,), method, options={"causal": True}, heads=(4, 2))
+        plan, inputs = case.plan(), case.inputs()
+        whole = [inputs[name].clone().requires_grad_() for name in GRADIENTS[:3]]
+        out, lse = attention(*whole, causal=True, return_lse=True)
+        rows = [plan.indices_of(rank) for rank in range(2)]
+        (out[:, :, rows[0]].square().sum() + lse[:, :, rows[1]].square().sum()).backward()
+        leaves = [plan.shard(inputs[name], 2).requires_grad_() for name in GRADIENTS[:3]]
+        context_attention(*leaves, plan, causal=True, return_lse=True)[plan.rank].square().sum().backward()
+        for x, expected in zip(leaves, whole, strict=True):
+            torch.testing.assert_close(x.grad, plan.shard(expected.grad, 2))
+
+
+def test_losses_differ():
+    ranks.run(2, check_losses_differ)
+
+
 def check_all_compiled() -> None:
     check_compiled(Case((3, 1, 40), packed=True, options={"window": (5, 0)}))
     check_compiled(Case((50,), "gather", options={"causal": True}))
@@ -497,6 +516,9 @@ def check_errors() -> None:
     raises(ValueError, text, call, key=k[:, :, :3] if rank == 1 else k)
     raises(ValueError, "wanted the same on all ranks", call, causal=rank == 1)
     raises(ValueError, "requires_grad", call, q.clone().requires_grad_(rank == 1))
+    wanted = [x.clone().requires_grad_(n == rank) for n, x in enumerate((q, k, v))]
+    raises(ValueError, "requires_grad", call, *wanted)
+    raises((TypeError, ValueError), "query: list, wanted a Tensor", call, [] if rank == 0 else q)
     assert call().shape == (1, 4, 4, 16)  # and the group is still in step
 
 

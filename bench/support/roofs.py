@@ -1,4 +1,4 @@
-"""The limits of machines: memory bandwidth, and peak arithmetic rate per dtype."""
+"""The limits of machines: memory bandwidth, peak arithmetic rate per dtype, and links between GPUs."""
 
 from __future__ import annotations
 
@@ -40,6 +40,31 @@ GPUS = (
     gpu("H100", 3.35e12, 989e12, 67e12, "H100 SXM data sheet, https://www.nvidia.com/en-us/data-center/h100/"),
     gpu("H200", 4.8e12, 989e12, 67e12, "H200 SXM data sheet, https://www.nvidia.com/en-us/data-center/h200/"),
     gpu("B200", 8e12, 2250e12, 80e12, "DGX B200 data sheet / 8, https://www.nvidia.com/en-us/data-center/dgx-b200/"),
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    name: str
+    bandwidth: float
+    """Bytes per second of one GPU, in each direction."""
+    latency: float
+    """Seconds before the first byte of an exchange arrives."""
+    source: str
+
+
+NCCL = "latency: NCCL's ring model, https://github.com/NVIDIA/nccl/blob/01afd20/src/graph/tuning.cc"
+NVLINK = Link(
+    "NVLink 4",
+    450e9,
+    (8.4 + 3.4) * 1e-6,
+    "900 GB/s in both directions together, H200 data sheet, https://www.nvidia.com/en-us/data-center/h200/; " + NCCL,
+)
+INFINIBAND = Link(
+    "InfiniBand NDR",
+    50e9,
+    (8.4 + 9.6) * 1e-6,
+    "one port of 400 Gb/s per GPU, DGX H100 user guide, https://docs.nvidia.com/dgx/dgxh100-user-guide/; " + NCCL,
 )
 
 

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 OURS = "#f0702a"
@@ -79,6 +80,19 @@ def powers(axes: Axes, values: Iterable[float]) -> None:
     axes.xaxis.set_major_locator(FixedLocator(sorted(set(values))))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:.0f}k" if x >= 10240 else f"{x:.0f}"))
+
+
+def short(count: int) -> str:
+    """A number of tokens: 8k, 2M."""
+    for power, unit in ((2**20, "M"), (2**10, "k")):
+        if count >= power:
+            return f"{count / power:.3g}{unit}"
+    return f"{count}"
+
+
+def square(x: float, y: float, color: str) -> Rectangle:
+    """A cell of a grid around (x, y)."""
+    return Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, color=color, linewidth=0)
 
 
 def legend(beside: Figure | Axes, looks: Mapping[str, tuple[str, Any]]) -> None:

@@ -80,8 +80,8 @@ template <class U> AttentionParams with_map_of(AttentionParams p, void* memory, 
     if (bits) bits += p.map_bits.offset(b, h, query_cell);
     for (int64_t n = begin; n < min(begin + cells_per_task, shape.key_cells); n++) {
       const int64_t j = n * kCellKeys;
-      const MaskCell<U> cell{static_cast<const U*>(mapped.data) + mapped.offset(b, h, i) + j * mapped.dim, mapped.row, mapped.dim,
-                             min(kCellQueries, shape.queries - i), min(kCellKeys, shape.keys - j)};
+      const MaskCell<U> cell{static_cast<const U*>(mapped.data) + mapped.offset(b, h, i) + j * mapped.dim, mapped.row,
+                             mapped.dim, min(kCellQueries, shape.queries - i), min(kCellKeys, shape.keys - j)};
       cells[n] = static_cast<uint8_t>(map_cell(cell, mapped.row == 0, bits + j));
     }
   };

@@ -54,8 +54,8 @@ void pack_bias(const AttentionParams& p, const Visibility& visible, int64_t b, i
                int64_t j, int64_t keys, int64_t stride, A* tile) {
   auto pack_as = [&](auto element) {
     using U = decltype(element);
-    pack(Rows<U>{at<U>(p.bias, b, h, i) + (visible.first_key + j) * p.bias.dim, p.bias.row, p.bias.dim}, 0, rows, rows, keys,
-         stride, tile);
+    pack(Rows<U>{at<U>(p.bias, b, h, i) + (visible.first_key + j) * p.bias.dim, p.bias.row, p.bias.dim}, 0, rows, rows,
+         keys, stride, tile);
   };
   switch (p.bias_dtype) {
     case DType::f16: return pack_as(f16());

@@ -154,8 +154,9 @@ def _prepare(query: Any, key: Any, value: Any, plan: ShardPlan, causal: bool, wi
         signature = _signature(query, key, value, run)
     except (TypeError, ValueError) as error:
         problem = error
-    if not torch.compiler.is_compiling() and (not plan.is_agreed or query.device.type == "cpu" or _always_check()):
-        agree(plan.group, NAME, signature, problem, query.device if isinstance(query, Tensor) else None)
+    device = query.device if isinstance(query, Tensor) else torch.device("cpu")
+    if not torch.compiler.is_compiling() and (not plan.is_agreed or device.type == "cpu" or _always_check()):
+        agree(plan.group, NAME, signature, problem, device)
         plan.is_agreed = True
     if problem is not None:
         raise problem
@@ -168,12 +169,12 @@ def _over_heads(query: Tensor, key: Tensor, value: Tensor, run: _Run) -> tuple[T
     queries = heads.query_heads(query.size(1), plan.ulysses)
     keys = heads.key_heads(queries, group)
     mine = queries[plan.rank % plan.ulysses]
-    query = heads.RowsToHeads.apply(query, plan, queries)
-    key, value = (heads.aligned(heads.RowsToHeads.apply(x, plan, keys), mine, group) for x in (key, value))
+    query, key, value = heads.RowsToHeads.apply(plan, [queries, keys, keys], query, key, value)
+    key, value = (heads.aligned(x, mine, group) for x in (key, value))
     sinks, slopes = (None if x is None else x[slice(*mine)] for x in (run.sinks, run.alibi_slopes))
     out, lse = _Context.apply(query, key, value, sinks, slopes, run)
-    back = heads.HeadsToRows.apply
-    return back(out, plan, queries), back(lse.unsqueeze(-1), plan, queries).squeeze(-1)
+    out, lse = heads.HeadsToRows.apply(plan, [queries, queries], out, lse.unsqueeze(-1))
+    return out, lse.squeeze(-1)
 
 
 class _Context(torch.autograd.Function):
@@ -477,7 +478,7 @@ def _signature(query: Tensor, key: Tensor, value: Tensor, run: _Run) -> str:
     shapes = [[n for axis, n in enumerate(x.shape) if axis != rows] for x in (query, key, value)]
     given = [None if x is None else list(x.shape) for x in (run.alibi_slopes, run.sinks)]
     inputs = (query, key, value, run.sinks)
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    grad = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
     return (
         f"query, key, value without rows {shapes}, {query.dtype} on {query.device.type}, window {run.band}, "
         f"{run.options}, alibi_slopes, sinks {given}, requires_grad {grad}"
