@@ -8,8 +8,8 @@ namespace flashsoftmax::cuda {
 struct BiasSum {
   int64_t sequences, heads, rows, keys;  // of the gradient: 1 along an axis that is broadcast
   bool sums;                             // whether an element is the sum of several dS; otherwise it is one dS
-  // Blocks that share the sum of a tile. If there are several, each writes a gradient of its own to scratch memory. Sizes
-  // alone determine their number, so a sum has the same order on every GPU.
+  // Blocks that share the sum of a tile. If there are several, each writes its own gradient to scratch memory. Their
+  // number follows from sizes alone, so the order of a sum is the same on every GPU.
   int64_t parts = 1;
 
   explicit BiasSum(const AttentionBackwardParams& args)
@@ -22,8 +22,8 @@ struct BiasSum {
         args.grad_bias.data && forward.seqlen_k > 0 &&
         (sequences < forward.sequences || heads < forward.heads_q || rows < forward.rows_q || keys < forward.seqlen_k);
     if (!sums) return;
-    // A few parts where the bias has few rows, so that a small one occupies a GPU. A part sums at least kTerms tiles, and
-    // kTiles bounds the memory.
+    // A bias with fewer than kTiles tiles of rows is cut into parts, to occupy the GPU. A part sums at least kTerms
+    // tiles of dS, so all parts take at most 1 / kTerms of the memory of dS.
     constexpr int64_t kRows = 64, kTerms = 16, kTiles = 32;
     const auto tiles = [](int64_t count) { return (count + kRows - 1) / kRows; };
     const int64_t terms =

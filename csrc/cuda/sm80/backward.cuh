@@ -107,8 +107,8 @@ __device__ __forceinline__ const BackwardRow& row_at(uint32_t rows, int n) {
   return shared<BackwardRow>(rows + n * sizeof(BackwardRow));
 }
 
-// Copies rows [at, at + kRows) of keys and of values to the tiles k_smem and v_smem. Only the slow path of `copy` asks
-// whether rows lie before the sequence.
+// Copies rows [at, at + kRows) of keys and of values to the tiles k_smem and v_smem. If some lie before row 0, they are
+// copied by elements: only that path of `copy` leaves them out.
 template <int kRows, int kThreads, class T, int kHeadDim>
 __device__ __forceinline__ void copy_keys(const BackwardParams& params, const BackwardBlock& block, int64_t at,
                                           Tile<T, kHeadDim> k_smem, Tile<T, kHeadDim> v_smem) {
@@ -351,8 +351,8 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
     }
   }
 
-  // Other scores: likewise, and writes the gradient of a bias of which no axis is broadcast. dS is that of the score if
-  // the bias is wanted, else that of the content.
+  // Other scores: likewise, and writes the gradient of a bias that is not broadcast. For the gradient of a bias, dS is
+  // the derivative by the score; for the others, by the product scale * q.k.
   __device__ __forceinline__ void weigh(Scores& s, Scores& dp, bool& spoils) const {
     const AttentionBackwardParams& args = params.args;
 #pragma unroll
@@ -550,10 +550,10 @@ template <class Shape> __device__ __forceinline__ bool is_hidden(const BackwardB
   return block.visible.map && map_verdict<Shape>(block, own0, own1, at) == Verdict::skip;
 }
 
-// The gradient of a bias that is broadcast. A block owns a tile of the gradient, or a part of the sum of one. It computes
-// once more the tiles of dS that share the tile, and sums them in order: along a broadcast axis all of them, along
-// another one. Grid: sum.parts blocks per tile of kOwn queries and kOther keys. Block: kThreads, each warp for kWarpRows
-// queries.
+// The gradient of a bias that is broadcast. A block owns a tile of the gradient. It computes all tiles of dS that share
+// this tile once more (along a broadcast axis all tiles, along another axis one) and adds them in order. If the sum is
+// cut into parts, the block makes one of them. Grid: sum.parts blocks per tile of kOwn queries and kOther keys. Block:
+// kThreads, each warp for kWarpRows queries.
 template <class T, int kHeadDim>
 __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, Wanted::bias>::kThreads,
                                   BackwardShape<T, kHeadDim, Wanted::bias>::kBlocksPerSM)
@@ -571,7 +571,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, Wanted::bias>::kThr
   const int64_t part = blockIdx.x % sum.parts, tile = blockIdx.x / sum.parts, head = tile / key_tiles / query_tiles;
   const int64_t i0 = tile / key_tiles % query_tiles * kOwn, j0 = tile % key_tiles * kOther;
   const int64_t h = head % sum.heads, b = head / sum.heads;
-  // The tiles of dS along each axis, and of the first three together those of this part.
+  // The tiles of dS along each axis. The first three axes together are cut into parts.
   const int64_t sequences = forward.sequences / sum.sequences, heads = forward.heads_q / sum.heads;
   const int64_t rows = sum.rows < forward.rows_q ? (forward.rows_q + kOwn - 1) / kOwn : 1;
   const int64_t j1 = sum.keys < forward.seqlen_k ? forward.seqlen_k : j0 + 1;
