@@ -34,6 +34,7 @@ PAGES = "test_gpu and interpreted and pages_that_no_query_sees"
 LARGE_LSE = "test_large_lse and interpreted and float16 and (of_one or weighs_a_half)"
 
 DROPOUT = "test_backward and interpreted and float16 and dropout-dim-128"
+BIAS = "test_backward and interpreted and BroadcastBias and all_features"
 
 MUTATIONS = [
     Mutation(
@@ -156,6 +157,20 @@ MUTATIONS = [
         "          if (drops) scores.keep_elements(s, kept, 1);\n",
         "",
         DROPOUT,
+    ),
+    Mutation(
+        "bias: the gradient is that of the product, before the softcap",
+        "sm80/backward.cuh",
+        "        if (!Shape::kSumsBias) ds *=",
+        "        ds *=",
+        BIAS,
+    ),
+    Mutation(
+        "bias: tiles of the gradient begin where the keys of a sequence do",
+        "sm80/backward.cuh",
+        "      const int64_t at = j - block.seq.first_key;\n",
+        "      const int64_t at = j;\n",
+        BIAS,
     ),
     Mutation(
         "merge: an empty state is not guarded",

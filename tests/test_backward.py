@@ -1,6 +1,8 @@
 """Gradients against those of dense FP64 attention."""
 
+from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -173,16 +175,72 @@ def test_gradients_have_the_layout_of_a_contiguous_tensor_or_of_their_input(layo
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1), (7, 1), (1, 9), (7, 9), (4, 1, 9), (1, 4, 7, 9), (2, 1, 1, 9), (2, 1, 7, 1)],
+    [(1, 1), (7, 1), (1, 9), (7, 9), (4, 1, 9), (1, 4, 7, 9), (2, 1, 1, 9), (2, 1, 7, 1), (2, 4, 7, 9)],
     ids=str,
 )
-def test_gradient_of_a_broadcast_mask_is_summed_over_what_it_was_broadcast_over(shape):
+def test_gradient_of_a_broadcast_mask_is_summed_over_what_it_was_broadcast_over(shape, device):
     case = Case("", batch=2, heads=(4, 2), rows=7, keys=9, dim=8)
 
     def inputs():
-        return case.inputs(torch.float32) | {"attn_mask": torch.randn(shape)}
+        return case.inputs(torch.float32, device) | {"attn_mask": torch.randn(shape, device=device)}
 
     check_backward(case.call(attention), inputs)
+
+
+def broadcast_shapes(*sizes):
+    return pytest.mark.parametrize("shape", list(product(*((1, n) for n in sizes))), ids=str)
+
+
+class TestGradientOfABroadcastBias:
+    """In every way to broadcast. Tiles of the bias begin at other keys than those of sequences with a kv_start."""
+
+    ALL = Case(
+        "",
+        batch=2,
+        heads=(4, 2),
+        rows=70,
+        keys=150,
+        dim=16,
+        causal=True,
+        softcap=3.0,
+        sinks=True,
+        mask="bool",
+        kv_starts=(3, 71),
+        kv_lens=(150, 140),
+        q_lens=(70, 30),
+        dropout_p=0.3,
+    )
+
+    def check(self, case, shape, dtype, device):
+        def inputs():
+            return case.inputs(dtype, device) | {"attn_bias": torch.randn(shape, device=device).to(dtype)}
+
+        check_backward(case.call(attention), inputs)
+
+    @broadcast_shapes(2, 4, 70, 150)
+    def test_with_all_features(self, shape, device):
+        self.check(self.ALL, shape, torch.float32, device)
+
+    @pytest.mark.parametrize("dim", [16, 100, 200])
+    @pytest.mark.parametrize("shape", [(1, 1, 70, 150), (2, 1, 1, 150)], ids=str)
+    def test_of_any_dtype_and_head_dim(self, shape, dim, dtype, device):
+        self.check(replace(self.ALL, dim=dim, heads=(1, 1)), shape, dtype, device)
+
+    @broadcast_shapes(6, 8, 20, 40)
+    def test_of_many_heads(self, shape, device):
+        """Several blocks of a GPU share the sum."""
+        self.check(Case("", batch=6, heads=(8, 8), rows=20, keys=40, dim=8), shape, torch.float32, device)
+
+    @pytest.mark.parametrize("shape", [(1, 1, 70, 150), (1, 4, 1, 150)], ids=str)
+    def test_what_no_query_sees_changes_nothing(self, shape, device):
+        """Keys and values before the start, and queries beyond the length, are NaN in all these cases."""
+        bias = torch.randn(shape, device=device)
+        inputs, call = self.ALL.inputs(torch.float32, device) | {"attn_bias": bias}, self.ALL.call(attention)
+        grads = random_gradients(call, inputs)
+        (found,) = gradients(call, inputs, grads, ["attn_bias"])
+        clean = {name: inputs[name].nan_to_num() for name in WRT}
+        assert_same_bits(found, gradients(call, inputs | clean, grads, ["attn_bias"])[0])
+        assert found.isfinite().all() and found.any()
 
 
 def test_no_gradient_is_computed_for_a_mask_that_asks_for_none():

@@ -2,8 +2,13 @@
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from flashsoftmax import attention
 
 MEASURE = """
 import resource, torch, flashsoftmax
@@ -44,3 +49,22 @@ def test_forward_and_backward(rows, keys, options):
     assert grown < allowed, (
         f"grew by {grown:.0f} MiB; inputs and gradients have {inputs_and_gradients:.0f}, scores {scores:.0f}"
     )
+
+
+SCORES = 4, 8, 300, 280
+
+
+@pytest.mark.parametrize("shape", list(product(*((1, n) for n in SCORES)))[:-1], ids=str)
+def test_gradient_of_a_broadcast_bias_is_not_expanded(shape, device):
+    batch, heads, rows, keys = SCORES
+    q, k, v = (torch.randn(batch, heads, n, 8, device=device) for n in (rows, keys, keys))
+    bias = torch.randn(shape, device=device, requires_grad=True)
+    lengths = torch.full((batch,), 16, device=device)  # to take little time
+    out = attention(q, k, v, attn_bias=bias, q_lens=lengths, kv_lens=lengths)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        out.sum().backward()
+    sizes = [event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert sum(size for size in sizes if size > 0) > 4 * bias.numel()
+    expanded = 4 * out[..., 0].numel() * keys
+    # The gradient alone has a quarter of that if only the batch is broadcast.
+    assert max(sizes) < expanded / 3, f"{max(sizes)} bytes in one tensor, {expanded} for every score"

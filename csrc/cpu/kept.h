@@ -77,15 +77,18 @@ HOT void drop(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t
     });
 }
 
-// The factors of the same weights, [keys][queries]: kept_scale where a weight is kept, else 0.
+// The factors of the same weights, [keys][queries]: kept_scale where a weight is kept, else 0. j may be any key.
 template <class A>
 HOT void find_factors(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t queries, int64_t j,
                       int64_t keys, A* factors) {
   const KeptWeights kept = kept_weights(p, b, h);
+  const int64_t before = j % 4;  // keys of the first four that lie before j
   for (int64_t column = 0; column < queries; column += kBitsLanes)
-    for_each_4_keys(kept, i + column, j, keys, [&](int64_t row, const Bits(&keep)[4]) {
+    for_each_4_keys(kept, i + column, j - before, before + keys, [&](int64_t row, const Bits(&keep)[4]) {
       unroll<4>([&](auto k) {
-        A* to = factors + (row + k) * queries + column;
+        const int64_t key = row + k - before;
+        if (key < 0 || key >= keys) return;
+        A* to = factors + key * queries + column;
         std::fill_n(to, kBitsLanes, p.kept_scale<A>());
         drop_row(keep + k, to);
       });

@@ -1,6 +1,7 @@
 // The backward of attention in three steps: a BackwardRow for each row of queries, the gradients of query, key and
-// value (and mask), and the gradient of the sinks.
+// value (and bias), and the gradient of the sinks.
 #include "backward_rows.h"
+#include "bias_sum.h"
 #include "map.h"
 #include "rows.cuh"
 #include "sm80/launch.h"
@@ -59,10 +60,20 @@ __global__ void __launch_bounds__(kThreads) sink_gradients_kernel(const __grid_c
   if (threadIdx.x == 0) static_cast<float*>(args.grad_sinks)[h] = static_cast<float>(sums[0]);
 }
 
+// Adds the parts of the gradient of a bias, in order. Grid: one block per kThreads elements.
+__global__ void __launch_bounds__(kThreads)
+    add_parts_kernel(const float* parts, const __grid_constant__ BiasSum sum, float* to) {
+  const int64_t n = int64_t(blockIdx.x) * kThreads + threadIdx.x, elements = sum.elements();
+  if (n >= elements) return;
+  double x = 0;
+  for (int64_t part = 0; part < sum.parts; part++) x += parts[part * elements + n];
+  to[n] = static_cast<float>(x);
+}
+
 }  // namespace
 
 int64_t attention_backward_scratch(const AttentionBackwardParams& args) {
-  return map_bytes(args.forward) + all_rows(args.forward) * sizeof(BackwardRow);
+  return map_bytes(args.forward) + all_rows(args.forward) * sizeof(BackwardRow) + BiasSum(args).bytes();
 }
 
 void attention_backward(const AttentionBackwardParams& unmapped, void* scratch, void* stream) {
@@ -74,11 +85,20 @@ void attention_backward(const AttentionBackwardParams& unmapped, void* scratch, 
   const int64_t blocks = checked_product("query", "tiles of rows", {(all_rows(forward) + kBlockRows - 1) / kBlockRows});
   if (blocks == 0) return;
   args.forward = with_map(forward, scratch, s);
+  const BiasSum bias(args);
+  if (bias.parts > 1) args.grad_bias.data = rows + all_rows(forward);
   for_dtype("query", forward.dtype, [&](auto element) {
     using T = decltype(element);
     backward_rows_kernel<T><<<blocks, kThreads, 0, s>>>(args, rows, all_rows(forward));
     check("backward, rows", cudaGetLastError());
     sm80::pick(sm80::backward<64>, sm80::backward<128>, sm80::backward<256>, forward)(args, rows, s);
+    if (bias.parts > 1) {
+      const int64_t parts_blocks =
+          checked_product("attn_bias", "elements", {(bias.elements() + kThreads - 1) / kThreads});
+      add_parts_kernel<<<parts_blocks, kThreads, 0, s>>>(static_cast<const float*>(args.grad_bias.data), bias,
+                                                         static_cast<float*>(unmapped.grad_bias.data));
+      check("backward, parts of the gradient of the bias", cudaGetLastError());
+    }
     if (!args.grad_sinks) return;
     sink_gradients_kernel<T><<<forward.heads_q, kThreads, 0, s>>>(args, rows, forward.batch());
     check("backward, sinks", cudaGetLastError());

@@ -20,7 +20,6 @@ Runner torch_runner() {
 }
 
 struct Cpu {
-  static constexpr bool kSumsGradBias = true;
   static bool reads_lengths(const Tensor&) { return true; }
   static void attention(const AttentionParams& p, const Tensor& like) {
     const Runner runner = torch_runner();

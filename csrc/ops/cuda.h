@@ -10,7 +10,6 @@ namespace flashsoftmax {
 
 // While a Current(like) lives the device of the tensor is the current one, and stream() that device's stream.
 template <class Current> struct CudaDevice {
-  static constexpr bool kSumsGradBias = false;
   // Only if FLASHSOFTMAX_CHECK is 1: reading lengths waits for the GPU, which is impossible during graph capture.
   static bool reads_lengths(const Tensor& like) {
     const char* wanted = std::getenv("FLASHSOFTMAX_CHECK");

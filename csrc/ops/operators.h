@@ -15,17 +15,7 @@ inline Tensor scratch(const Tensor& like, int64_t bytes) {
   return torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
 }
 
-// x, summed over the axes in which `shape` has the size 1.
-inline Tensor summed_to(const Tensor& x, const std::vector<int64_t>& shape) {
-  std::vector<int64_t> axes;
-  for (int64_t d = 0; d < x.dim(); d++)
-    if (shape[d] == 1 && x.size(d) != 1) axes.push_back(d);
-  return axes.empty() ? x : torch::stable::sum(x, torch::headeronly::IntHeaderOnlyArrayRef(axes), /*keepdim=*/true);
-}
-
 // Device::attention(params, like), and likewise the others, runs a kernel on checked parameters, on the device of like.
-// Device::kSumsGradBias: the backward sums the gradient of a bias over its broadcast axes; otherwise it writes one
-// gradient per score.
 // Device::reads_lengths(like): the values of lengths are checked here; otherwise the kernels check them.
 template <class Device> struct Operators {
   static std::tuple<Tensor, Tensor, Tensor> attention(
@@ -91,9 +81,7 @@ template <class Device> struct Operators {
     Tensor grad_query = empty_like_layout(query, p.head_dim, some_unwritten);
     Tensor grad_key = empty_like_layout(key, p.head_dim, /*zero=*/true);
     Tensor grad_value = empty_like_layout(value, p.head_dim_v, /*zero=*/true);
-    std::vector<int64_t> bias_shape{0};
-    if (bias_grad) bias_shape = Device::kSumsGradBias ? sizes(*attn_bias) : scores_shape(p);
-    Tensor grad_bias = torch::stable::new_zeros(lse, bias_shape);
+    Tensor grad_bias = torch::stable::new_zeros(lse, bias_grad ? sizes(*attn_bias) : std::vector<int64_t>{0});
     Tensor grad_sinks = torch::stable::new_zeros(lse, {sinks ? p.heads_q : 0});
 
     p.out = view(out);
@@ -107,7 +95,6 @@ template <class Device> struct Operators {
     if (bias_grad) grad.grad_bias = broadcast_view(grad_bias);
     if (sinks) grad.grad_sinks = grad_sinks.data_ptr();
     if (lse.numel() > 0) Device::attention_backward(grad, query);
-    if (bias_grad && !Device::kSumsGradBias) grad_bias = summed_to(grad_bias, sizes(*attn_bias));
     return {grad_query, grad_key, grad_value, grad_bias, grad_sinks};
   }
 

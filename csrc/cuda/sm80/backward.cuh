@@ -13,6 +13,7 @@
 #pragma once
 
 #include "../backward_rows.h"
+#include "../bias_sum.h"
 #include "../elements.cuh"
 #include "../kept.cuh"
 #include "../rows.cuh"
@@ -54,18 +55,23 @@ struct BackwardBlock {
 };
 
 // The gradients that a kernel makes. Registers hold two of 128 columns.
-enum class Wanted { query, key, value, key_and_value };
+enum class Wanted { query, key, value, key_and_value, bias };
 
 template <class T, int kHeadDim, Wanted kWanted> struct BackwardShape {
-  static constexpr bool kOwnsKeys = kWanted != Wanted::query;
+  static constexpr bool kSumsBias = kWanted == Wanted::bias;
+  static constexpr bool kOwnsKeys = kWanted != Wanted::query && !kSumsBias;
   static constexpr bool kMakesDv = kWanted == Wanted::value || kWanted == Wanted::key_and_value;
-  static constexpr bool kMakesDqk = kWanted != Wanted::value;  // dQ or dK
+  static constexpr bool kMakesDqk = kWanted != Wanted::value && !kSumsBias;  // dQ or dK
   static constexpr int kRowBytes = kHeadDim * sizeof(T);
   static constexpr int kWarps = kRowBytes <= 512 ? 4 : 2, kThreads = kWarps * kWarp;
-  static constexpr int kStrips = kRowBytes <= (kOwnsKeys ? 128 : 256) ? 2 : 1, kWarpRows = 16 * kStrips;
-  static constexpr int kOwn = kWarps * kWarpRows;            // rows of the block's own tile
-  static constexpr int kOther = kRowBytes <= 256 ? 32 : 16;  // rows of a tile of the other side
-  static constexpr int kStages = kRowBytes <= 512 ? 2 : 1;   // tiles of the other side in shared memory
+  static constexpr int kStrips = !kSumsBias && kRowBytes <= (kOwnsKeys ? 128 : 256) ? 2 : 1, kWarpRows = 16 * kStrips;
+  static constexpr int kOwn = kWarps * kWarpRows;  // rows of the block's own tile
+  // Rows of a tile of the other side, and such tiles in shared memory.
+  static constexpr int kOther = kSumsBias ? (kRowBytes <= 256   ? 64
+                                             : kRowBytes <= 512 ? 32
+                                                                : 16)
+                                          : (kRowBytes <= 256 ? 32 : 16);
+  static constexpr int kStages = !kSumsBias && kRowBytes <= 512 ? 2 : 1;
   static constexpr int kBlocksPerSM = 2;
 
   // Shared memory: own_qk and own_vdo; qk and vdo of each stage; the BackwardRows of the queries; the BackwardBlock.
@@ -101,20 +107,19 @@ __device__ __forceinline__ const BackwardRow& row_at(uint32_t rows, int n) {
   return shared<BackwardRow>(rows + n * sizeof(BackwardRow));
 }
 
-// Copies rows [at, at + kRows) of keys and of values to the tiles k_smem and v_smem.
+// Copies rows [at, at + kRows) of keys and of values to the tiles k_smem and v_smem. If some lie before row 0, they are
+// copied by elements: only that path of `copy` leaves them out.
 template <int kRows, int kThreads, class T, int kHeadDim>
 __device__ __forceinline__ void copy_keys(const BackwardParams& params, const BackwardBlock& block, int64_t at,
                                           Tile<T, kHeadDim> k_smem, Tile<T, kHeadDim> v_smem) {
   const AttentionParams& forward = params.args.forward;
   const Sequence& seq = block.seq;
   const int64_t len = seq.band.kv_len;
+  const bool k_aligned = params.aligned.key && at >= 0, v_aligned = params.aligned.value && at >= 0;
   copy<kRows, kThreads>(
-      k_smem, source<T>(forward.key, seq.k_batch, block.kv_head, seq.k_row, len, forward.head_dim, params.aligned.key),
-      at);
+      k_smem, source<T>(forward.key, seq.k_batch, block.kv_head, seq.k_row, len, forward.head_dim, k_aligned), at);
   copy<kRows, kThreads>(
-      v_smem,
-      source<T>(forward.value, seq.k_batch, block.kv_head, seq.k_row, len, forward.head_dim_v, params.aligned.value),
-      at);
+      v_smem, source<T>(forward.value, seq.k_batch, block.kv_head, seq.k_row, len, forward.head_dim_v, v_aligned), at);
 }
 // Copies rows [at, at + kRows) of the queries of head h, of dO and of the BackwardRows.
 template <int kRows, int kThreads, class T, int kHeadDim>
@@ -299,12 +304,23 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
   static constexpr int kStripBits = 4 * kColumns;
   __device__ __forceinline__ uint32_t kept() const {
     static_assert(kStrips * kStripBits <= 32);
+    if (Shape::kSumsBias && at % 8 != 0) return kept_one_by_one();
     uint32_t found = 0;
 #pragma unroll
     for (int r = 0; r < kStrips; r++) {
       const int64_t own = w0 + 16 * r;
       found |= kept_in_strip<kColumns, kOwnsKeys>(block.kept, kOwnsKeys ? at : own, kOwnsKeys ? own : at)
                << r * kStripBits;
+    }
+    return found;
+  }
+  // The same for a tile whose first key may be any: one call of the generator per element.
+  __device__ __forceinline__ uint32_t kept_one_by_one() const {
+    uint32_t found = 0;
+#pragma unroll 1
+    for (int n = 0; n < kStripBits; n++) {
+      const uint32_t i = uint32_t(w0 + fragment_row(0, n / 2 % 2)), j = uint32_t(at + fragment_column(n / 4, n % 2));
+      found |= (block.kept.bits(i, j & ~3u) >> j % 4 & 1) << n;
     }
     return found;
   }
@@ -335,7 +351,8 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
     }
   }
 
-  // Other scores: likewise, and writes the gradient of the bias.
+  // Other scores: likewise, and writes the gradient of a bias that is not broadcast. For the gradient of a bias, dS is
+  // the derivative by the score; for the others, by the product scale * q.k.
   __device__ __forceinline__ void weigh(Scores& s, Scores& dp, bool& spoils) const {
     const AttentionBackwardParams& args = params.args;
 #pragma unroll
@@ -351,11 +368,11 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
         if (score == kHidden) return hide(x, ds, spoils);
         x = weight_in_row<T>(score, row.lse, row.lse_error);
         ds = x * (ds - row.delta);
-        if (!kOwnsKeys && args.grad_bias.data) {
+        if (kWanted == Wanted::query && args.grad_bias.data) {
           float* to = static_cast<float*>(args.grad_bias.data) + args.grad_bias.offset(block.seq.q_batch, h, i);
           to[(block.seq.first_key + j) * args.grad_bias.dim] = ds;
         }
-        ds *= block.head.score.content_slope(content);
+        if (!Shape::kSumsBias) ds *= block.head.score.content_slope(content);
       });
     }
   }
@@ -511,6 +528,126 @@ __global__ void __launch_bounds__(BackwardShape<T, kHeadDim, kWanted>::kThreads,
   write_gradients(params, block, smem, dqk, dv);
 }
 
+// Fills `block` for the tile of queries from own0 on of head h of sequence b, by one thread.
+template <class Shape>
+__device__ __forceinline__ void locate_scores(const AttentionParams& forward, int64_t b, int64_t h, int64_t own0,
+                                              BackwardBlock& block) {
+  block.seq = sequence(forward, b);
+  block.visible = visibility(forward, block.seq, b, h);
+  block.head = head_scores(forward, block.seq, h);
+  if (forward.drops_weights()) block.kept = kept_weights(forward, b, h);
+  block.kv_head = h / forward.group();
+  block.first_head = h;
+  block.own0 = own0;
+  block.own1 = min(own0 + Shape::kOwn, block.seq.q_len);
+  block.plain = block.plain_scores = false;
+}
+// Whether none of the block's queries sees a key of the tile from `at` on, which may begin before the sequence.
+template <class Shape> __device__ __forceinline__ bool is_hidden(const BackwardBlock& block, int64_t at) {
+  const Band& band = block.seq.band;
+  const int64_t own0 = block.own0, own1 = block.own1, end = min(at + Shape::kOther, band.kv_len);
+  if (own0 >= own1 || end <= max<int64_t>(at, 0) || band.verdict(own0, own1, at, end) == Verdict::skip) return true;
+  return block.visible.map && map_verdict<Shape>(block, own0, own1, at) == Verdict::skip;
+}
+
+// The gradient of a bias that is broadcast. A block owns a tile of the gradient. It computes all tiles of dS that share
+// this tile once more (along a broadcast axis all tiles, along another axis one) and adds them in order. If the sum is
+// cut into parts, the block makes one of them. Grid: sum.parts blocks per tile of kOwn queries and kOther keys. Block:
+// kThreads, each warp for kWarpRows queries.
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(BackwardShape<T, kHeadDim, Wanted::bias>::kThreads,
+                                  BackwardShape<T, kHeadDim, Wanted::bias>::kBlocksPerSM)
+    bias_gradient_kernel(const __grid_constant__ BackwardParams params, const __grid_constant__ BiasSum sum) {
+  using Shape = BackwardShape<T, kHeadDim, Wanted::bias>;
+  constexpr int kStrips = Shape::kStrips, kOwn = Shape::kOwn, kOther = Shape::kOther, kColumns = kOther / 8;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const BackwardSmem<T, kHeadDim, Wanted::bias> smem{shared_address(memory)};
+  BackwardBlock& block = *reinterpret_cast<BackwardBlock*>(memory + Shape::kBlockAt);
+  const AttentionParams& forward = params.args.forward;
+  const int own_row = warp_id() * Shape::kWarpRows;
+
+  // The tile of the gradient: head h of sequence b, queries from i0 on and keys from j0 on.
+  const int64_t query_tiles = (sum.rows + kOwn - 1) / kOwn, key_tiles = (sum.keys + kOther - 1) / kOther;
+  const int64_t part = blockIdx.x % sum.parts, tile = blockIdx.x / sum.parts, head = tile / key_tiles / query_tiles;
+  const int64_t i0 = tile / key_tiles % query_tiles * kOwn, j0 = tile % key_tiles * kOther;
+  const int64_t h = head % sum.heads, b = head / sum.heads;
+  // The tiles of dS along each axis. The first three axes together are cut into parts.
+  const int64_t sequences = forward.sequences / sum.sequences, heads = forward.heads_q / sum.heads;
+  const int64_t rows = sum.rows < forward.rows_q ? (forward.rows_q + kOwn - 1) / kOwn : 1;
+  const int64_t j1 = sum.keys < forward.seqlen_k ? forward.seqlen_k : j0 + 1;
+  const int64_t terms = sequences * heads * rows, per_part = (terms + sum.parts - 1) / sum.parts;
+  const int64_t begin = part * per_part, end = min(begin + per_part, terms);
+
+  Fragment<kStrips, kColumns> sums;  // [kWarpRows][kOther]
+  sums.fill(0);
+#pragma unroll 1
+  for (int64_t n = begin; n < end; n++) {
+    __syncthreads();
+    if (threadIdx.x == 0)
+      locate_scores<Shape>(forward, b + n / rows / heads, h + n / rows % heads, i0 + n % rows * kOwn, block);
+    __syncthreads();
+#pragma unroll 1
+    for (int64_t j = j0; j < j1; j += kOther) {
+      const int64_t at = j - block.seq.first_key;
+      if (is_hidden<Shape>(block, at)) continue;
+      copy_own(params, block, smem);
+      copy_other(params, block, smem, 0, block.first_head, at);
+      wait_for_tile<Shape>(smem.rows(0));
+
+      // S and dP, then dS in place of dP.
+      const int64_t w0 = block.own0 + own_row, w1 = min(w0 + Shape::kWarpRows, block.own1);
+      const BackwardScores<T, kHeadDim, Wanted::bias> scores{params, block, smem.rows(0), own_row,
+                                                             w0,     w1,    at,           block.first_head};
+      if (scores.verdict(false) != Verdict::skip) {
+        Fragment<kStrips, kColumns> s, dp;  // [kWarpRows][kOther]
+        s.fill(0);
+        dp.fill(0);
+        multiply_transposed(s, smem.own_qk(), own_row, smem.qk(0), 0, static_cast<int>(forward.head_dim));
+        multiply_transposed(dp, smem.own_vdo(), own_row, smem.vdo(0), 0, static_cast<int>(forward.head_dim_v));
+        if (forward.drops_weights()) scores.keep_elements(dp, scores.kept(), forward.kept_scale<float>());
+        bool spoils = false;
+        scores.weigh(s, dp, spoils);
+        for_each(sums, [&](float& x, int r, int c, int half, int e) { x += dp.x[r][c][2 * half + e]; });
+      }
+      __syncthreads();
+    }
+  }
+
+  // The tile [kOwn][kOther] in shared memory, and within it the sum along broadcast axes.
+  float* tile_smem = reinterpret_cast<float*>(memory);
+  for_each(sums, [&](float& x, int r, int c, int half, int e) {
+    tile_smem[(own_row + fragment_row(r, half)) * kOther + fragment_column(c, e)] = x;
+  });
+  __syncthreads();
+  const int queries = static_cast<int>(min(kOwn, forward.rows_q - i0));
+  const int keys = static_cast<int>(min(kOther, forward.seqlen_k - j0));
+  const int per_row = sum.rows < forward.rows_q ? queries : 1, per_key = sum.keys < forward.seqlen_k ? keys : 1;
+  const Tensor4& grad_bias = params.args.grad_bias;
+  float* to = static_cast<float*>(grad_bias.data) + part * sum.elements() + grad_bias.offset(b, h, i0);
+  for (int n = threadIdx.x; n < queries / per_row * (keys / per_key); n += Shape::kThreads) {
+    const int i = n / (keys / per_key), j = n % (keys / per_key);
+    double x = 0;
+    for (int query = i; query < i + per_row; query++)
+      for (int key = j; key < j + per_key; key++) x += tile_smem[query * kOther + key];
+    to[i * grad_bias.row + (j0 + j) * grad_bias.dim] = static_cast<float>(x);
+  }
+}
+
+template <class T, int kHeadDim>
+void launch_bias_gradient(const BackwardParams& params, const BiasSum& sum, cudaStream_t stream) {
+  using Shape = BackwardShape<T, kHeadDim, Wanted::bias>;
+  const int64_t query_tiles = (sum.rows + Shape::kOwn - 1) / Shape::kOwn;
+  const int64_t key_tiles = (sum.keys + Shape::kOther - 1) / Shape::kOther;
+  const int64_t blocks = checked_product("attn_bias", "tiles of its gradient",
+                                         {sum.sequences, sum.heads, query_tiles, key_tiles, sum.parts});
+  if (blocks == 0) return;
+  const auto kernel = bias_gradient_kernel<T, kHeadDim>;
+  const char* what = "backward, gradient of the bias";
+  check(what, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes));
+  kernel<<<blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(params, sum);
+  check(what, cudaGetLastError());
+}
+
 template <class T, int kHeadDim, Wanted kWanted>
 void launch_backward(const BackwardParams& params, cudaStream_t stream) {
   using Shape = BackwardShape<T, kHeadDim, kWanted>;
@@ -529,9 +666,14 @@ void launch_backward(const BackwardParams& params, cudaStream_t stream) {
 }
 
 template <int kHeadDim> void backward(const AttentionBackwardParams& args, void* scratch, cudaStream_t stream) {
-  const BackwardParams params(args, scratch);
+  BackwardParams params(args, scratch);
+  const BiasSum bias(args);
   for_dtype("query", args.forward.dtype, [&](auto element) {
     using T = decltype(element);
+    if (bias.sums) {
+      launch_bias_gradient<T, kHeadDim>(params, bias, stream);
+      params.args.grad_bias.data = nullptr;
+    }
     launch_backward<T, kHeadDim, Wanted::query>(params, stream);
     if constexpr (kHeadDim <= 128) {
       launch_backward<T, kHeadDim, Wanted::key_and_value>(params, stream);

@@ -28,6 +28,7 @@ class RecordingAllocator : public c10::Allocator {
     char* data = memory + kApart;
     std::memset(data, GlobalMemory::kPoison, bytes);
     Device::get().memory.allocate("allocation " + std::to_string(++count_), reinterpret_cast<uint64_t>(data), bytes);
+    c10::reportMemoryUsageToProfiler(data, int64_t(bytes), 0, 0, c10::Device(c10::kCPU));
     return {data, memory, &release, c10::Device(c10::DeviceType::CPU)};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
