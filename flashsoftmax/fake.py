@@ -174,22 +174,18 @@ def _empty_like_layout(like: Tensor, dims: int) -> Tensor:
     return like.new_empty((batch, heads, rows, dims))
 
 
-@torch.library.register_fake("flashsoftmax::attention")
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    values = dict(zip(ARGUMENTS["attention"], args, strict=True))
-    _check_attention(values)
-    query: Tensor = values["query"]
-    lse, lse_error = (query.new_empty(query.shape[:3], dtype=_statistics(query)) for _ in range(2))
-    return _empty_like_layout(query, values["value"].size(3)), lse, lse_error
+def _check_output(name: str, x: Tensor, shape: tuple[Any, ...], like: Tensor, dtype: torch.dtype) -> None:
+    """A tensor that is written: each of its elements needs memory of its own."""
+    _check_like(name, x, shape, like, dtype)
+    for d, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        _check(stride != 0 or size <= 1, f"{name}: axis {d} is expanded, wanted memory for each element")
 
 
-@torch.library.register_fake("flashsoftmax::attention_backward")
-def _(*args: Any) -> tuple[Tensor, ...]:
-    values = dict(zip(ARGUMENTS["attention_backward"], args, strict=True))
+def _check_backward(values: dict[str, Any]) -> None:
     _check_attention(values)
-    query, key, value, lse = (values[name] for name in ("query", "key", "value", "lse"))
+    query, lse = values["query"], values["lse"]
     rows, statistics = tuple(query.shape[:3]), _statistics(query)
-    out_shape = (*rows, value.size(3))
+    out_shape = (*rows, values["value"].size(3))
     _check_like("out", values["out"], out_shape, query, query.dtype)
     _check_like("lse", lse, rows, query, statistics)
     for name, shape, dtype in (
@@ -199,14 +195,53 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     ):
         if values[name] is not None:
             _check_like(name, values[name], shape, query, dtype)
-    attn_bias, sinks = values["attn_bias"], values["sinks"]
     if values["bias_grad"]:
-        _check(attn_bias is not None, "bias_grad: True without attn_bias, wanted False")
+        _check(values["attn_bias"] is not None, "bias_grad: True without attn_bias, wanted False")
+
+
+def _other_gradients(values: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Of attn_bias and sinks."""
+    lse, attn_bias, sinks = values["lse"], values["attn_bias"], values["sinks"]
     return (
-        *(_empty_like_layout(x, x.size(3)) for x in (query, key, value)),
         lse.new_empty(attn_bias.shape if values["bias_grad"] else (0,)),
         lse.new_empty(sinks.shape if sinks is not None else (0,)),
     )
+
+
+@torch.library.register_fake("flashsoftmax::attention")
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    values = dict(zip(ARGUMENTS["attention"], args, strict=True))
+    _check_attention(values)
+    query: Tensor = values["query"]
+    lse, lse_error = (query.new_empty(query.shape[:3], dtype=_statistics(query)) for _ in range(2))
+    return _empty_like_layout(query, values["value"].size(3)), lse, lse_error
+
+
+@torch.library.register_fake("flashsoftmax::attention_out")
+def _(*args: Any) -> None:
+    values = dict(zip(ARGUMENTS["attention_out"], args, strict=True))
+    _check_attention(values)
+    query, rows = values["query"], tuple(values["query"].shape[:3])
+    _check_output("out", values["out"], (*rows, values["value"].size(3)), query, query.dtype)
+    _check_output("lse", values["lse"], rows, query, _statistics(query))
+
+
+@torch.library.register_fake("flashsoftmax::attention_backward")
+def _(*args: Any) -> tuple[Tensor, ...]:
+    values = dict(zip(ARGUMENTS["attention_backward"], args, strict=True))
+    _check_backward(values)
+    grads = (_empty_like_layout(values[name], values[name].size(3)) for name in ("query", "key", "value"))
+    return *grads, *_other_gradients(values)
+
+
+@torch.library.register_fake("flashsoftmax::attention_backward_out")
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    values = dict(zip(ARGUMENTS["attention_backward_out"], args, strict=True))
+    _check_backward(values)
+    query = values["query"]
+    for name in ("query", "key", "value"):
+        _check_output(f"grad_{name}", values[f"grad_{name}"], tuple(values[name].shape), query, query.dtype)
+    return _other_gradients(values)
 
 
 def _check_states(outs: list[Tensor], lses: list[Tensor]) -> None:

@@ -16,6 +16,7 @@ import operators
 from cases import Case, case
 from checks import assert_same_bits, differentiable, gradients, random_gradients
 from flashsoftmax import attention, attention_paged, attention_varlen, merge
+from flashsoftmax.library import NAMES
 from operators import integers
 
 WRT = ["query", "key", "value"]
@@ -58,6 +59,33 @@ class TestOpcheck:
         arguments = operators.attention_backward(forward, *grads, out, lse, lse_error)
         opcheck(torch.ops.flashsoftmax.attention_backward.default, tuple(arguments.values()))
 
+    @pytest.mark.parametrize("sample", SAMPLES)
+    def test_attention_out(self, sample):
+        arguments = SAMPLES[sample]()
+        out, lse, _ = torch.ops.flashsoftmax.attention(*arguments.values())
+        given = torch.empty_like(out.permute(2, 1, 3, 0)).permute(3, 1, 0, 2), torch.empty_like(lse.mT).mT
+        opcheck(torch.ops.flashsoftmax.attention_out.default, (*given, *arguments.values()))
+        assert torch.ops.flashsoftmax.attention_out(*given, *arguments.values()) is None
+        assert_same_bits(given, (out, lse))
+
+    @pytest.mark.parametrize("sample", [name for name in SAMPLES if name != "paged"])
+    def test_attention_backward_out(self, sample):
+        forward = SAMPLES[sample]()
+        out, lse, lse_error = torch.ops.flashsoftmax.attention(*forward.values())
+        grads = torch.randn_like(out), torch.randn_like(lse)
+        arguments = operators.attention_backward(forward, *grads, out, lse, lse_error)
+        given = tuple(torch.empty_like(forward[name].permute(2, 1, 3, 0)).permute(3, 1, 0, 2) for name in WRT)
+        opcheck(torch.ops.flashsoftmax.attention_backward_out.default, (*given, *arguments.values()))
+        others = torch.ops.flashsoftmax.attention_backward_out(*given, *arguments.values())
+        assert_same_bits((*given, *others), torch.ops.flashsoftmax.attention_backward(*arguments.values()))
+
+    def test_outputs_that_share_memory_are_refused(self):
+        arguments = operators.attention()
+        out, lse, _ = torch.ops.flashsoftmax.attention(*arguments.values())
+        for given in (out[:, :1].expand_as(out), lse), (out, lse[:, :, :1].expand_as(lse)):
+            with pytest.raises(ValueError, match=r"axis . is expanded, wanted memory for each element"):
+                torch.ops.flashsoftmax.attention_out(*given, *arguments.values())
+
     def test_merge(self):
         states = ([torch.randn(2, 3, 4, 5, requires_grad=True) for _ in range(3)],)
         states += ([torch.randn(2, 3, 4, requires_grad=True) for _ in range(3)],)
@@ -70,7 +98,7 @@ class TestOpcheck:
     def test_every_operator_is_here(self):
         names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
         found = {name for namespace, name in names if namespace == "flashsoftmax"}
-        assert found == {"attention", "attention_backward", "merge", "merge_backward", "cpu_isa"}
+        assert found == {*NAMES, "cpu_isa"}
 
 
 class TestGradcheck:

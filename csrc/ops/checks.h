@@ -100,6 +100,16 @@ inline void check_like(const char* argument, const Tensor& x, const std::vector<
   check_device(argument, x, like);
 }
 
+// A tensor that is written: each of its elements needs memory of its own.
+inline void check_output(const char* argument, const Tensor& x, const std::vector<int64_t>& wanted, ScalarType type,
+                         const Tensor& like) {
+  check_shape(argument, x, wanted);
+  check_type(argument, x, type);
+  check_device(argument, x, like);
+  for (int64_t d = 0; d < x.dim(); d++)
+    check(x.stride(d) != 0 || x.size(d) <= 1, argument, ": axis ", d, " is expanded, wanted memory for each element");
+}
+
 // A tensor of 3 or 4 dimensions as a kernel sees it. Empty tensors get zero strides.
 inline Tensor4 view(const Tensor& x) {
   Tensor4 y{x.data_ptr()};

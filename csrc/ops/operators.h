@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <array>
 #include <tuple>
 
 #include "parameters.h"
@@ -26,26 +27,54 @@ template <class Device> struct Operators {
       int64_t max_seqlen_k, double scale, double softcap, OptionalInt window_left, OptionalInt window_right,
       OptionalInt q_offset, const OptionalTensor& block_table, OptionalInt split_size, double dropout_p,
       const OptionalTensor& dropout_seed) {
-    const bool reads_lengths = Device::reads_lengths(query);
-    AttentionParams p = attention_params(
+    return forward(
         {query,       key,          value,        attn_mask,    attn_bias,    alibi_slopes, sinks,       kv_lens,
          kv_starts,   q_lens,       cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale,       softcap,
          window_left, window_right, q_offset,     block_table,  split_size,   dropout_p,    dropout_seed},
-        reads_lengths);
+        std::nullopt, std::nullopt);
+  }
+
+  static void attention_out(const Tensor& out, const Tensor& lse, const Tensor& query, const Tensor& key,
+                            const Tensor& value, const OptionalTensor& attn_mask, const OptionalTensor& attn_bias,
+                            const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                            const OptionalTensor& kv_lens, const OptionalTensor& kv_starts,
+                            const OptionalTensor& q_lens, const OptionalTensor& cu_seqlens_q,
+                            const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                            double scale, double softcap, OptionalInt window_left, OptionalInt window_right,
+                            OptionalInt q_offset, const OptionalTensor& block_table, OptionalInt split_size,
+                            double dropout_p, const OptionalTensor& dropout_seed) {
+    forward({query,       key,          value,        attn_mask,    attn_bias,    alibi_slopes, sinks,       kv_lens,
+             kv_starts,   q_lens,       cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale,       softcap,
+             window_left, window_right, q_offset,     block_table,  split_size,   dropout_p,    dropout_seed},
+            out, lse);
+  }
+
+  // (out, lse, lse_error). Allocates out and lse unless they are given.
+  static std::tuple<Tensor, Tensor, Tensor> forward(const AttentionArguments& a, OptionalTensor out,
+                                                    OptionalTensor lse) {
+    const Tensor& query = a.query;
+    const bool reads_lengths = Device::reads_lengths(query);
+    AttentionParams p = attention_params(a, reads_lengths);
     // Rows that no sequence has are not written: those after the last sequence, or beyond q_lens.
-    const bool some_unwritten = q_lens || (!reads_lengths && cu_seqlens_q);
-    Tensor out = empty_like_layout(query, p.head_dim_v, some_unwritten);
-    auto statistics = [&] {
-      return torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, statistics_type(query));
-    };
-    Tensor lse = statistics(), lse_error = statistics();
-    if (some_unwritten) torch::stable::fill_(lse, kHidden);
+    const bool some_unwritten = a.q_lens || (!reads_lengths && a.cu_seqlens_q);
+    const std::vector<int64_t> rows{query.size(0), query.size(1), query.size(2)};
+    auto statistics = [&] { return torch::stable::new_empty(query, rows, statistics_type(query)); };
+    Tensor lse_error = statistics();
+    if (out) {
+      check_output("out", *out, {rows[0], rows[1], rows[2], p.head_dim_v}, query.scalar_type(), query);
+      check_output("lse", *lse, rows, statistics_type(query), query);
+      if (some_unwritten) torch::stable::zero_(*out);
+    } else {
+      out = empty_like_layout(query, p.head_dim_v, some_unwritten);
+      lse = statistics();
+    }
+    if (some_unwritten) torch::stable::fill_(*lse, kHidden);
     if (some_unwritten) torch::stable::zero_(lse_error);
-    p.out = view(out);
-    p.lse = view(lse);
+    p.out = view(*out);
+    p.lse = view(*lse);
     p.lse_error = view(lse_error);
-    if (lse.numel() > 0) Device::attention(p, query);
-    return {out, lse, lse_error};
+    if (lse->numel() > 0) Device::attention(p, query);
+    return {*out, *lse, lse_error};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
@@ -57,13 +86,39 @@ template <class Device> struct Operators {
       int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, OptionalInt window_left,
       OptionalInt window_right, OptionalInt q_offset, double dropout_p, const OptionalTensor& dropout_seed,
       bool bias_grad) {
+    const AttentionArguments a{query,        key,          value,        attn_mask, attn_bias,    alibi_slopes,
+                               sinks,        kv_lens,      kv_starts,    q_lens,    cu_seqlens_q, cu_seqlens_k,
+                               max_seqlen_q, max_seqlen_k, scale,        softcap,   window_left,  window_right,
+                               q_offset,     std::nullopt, std::nullopt, dropout_p, dropout_seed};
+    return backward(a, grad_out, grad_lse, out, lse, lse_error, bias_grad, std::nullopt);
+  }
+
+  static std::tuple<Tensor, Tensor> attention_backward_out(
+      const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value, const OptionalTensor& grad_out,
+      const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+      const Tensor& lse, const OptionalTensor& lse_error, const OptionalTensor& attn_mask,
+      const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+      const OptionalTensor& kv_lens, const OptionalTensor& kv_starts, const OptionalTensor& q_lens,
+      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q,
+      int64_t max_seqlen_k, double scale, double softcap, OptionalInt window_left, OptionalInt window_right,
+      OptionalInt q_offset, double dropout_p, const OptionalTensor& dropout_seed, bool bias_grad) {
+    const AttentionArguments a{query,        key,          value,        attn_mask, attn_bias,    alibi_slopes,
+                               sinks,        kv_lens,      kv_starts,    q_lens,    cu_seqlens_q, cu_seqlens_k,
+                               max_seqlen_q, max_seqlen_k, scale,        softcap,   window_left,  window_right,
+                               q_offset,     std::nullopt, std::nullopt, dropout_p, dropout_seed};
+    auto grads = backward(a, grad_out, grad_lse, out, lse, lse_error, bias_grad, {{grad_query, grad_key, grad_value}});
+    return {std::get<3>(grads), std::get<4>(grads)};
+  }
+
+  // The gradients of query, key, value, attn_bias and sinks. Allocates the first three unless they are given.
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+      const AttentionArguments& a, const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
+      const Tensor& lse, const OptionalTensor& lse_error, bool bias_grad,
+      const std::optional<std::array<Tensor, 3>>& given) {
+    const Tensor& query = a.query;
     AttentionBackwardParams grad{};
     const bool reads_lengths = Device::reads_lengths(query);
-    grad.forward = attention_params(
-        {query,       key,          value,        attn_mask,    attn_bias,    alibi_slopes, sinks,       kv_lens,
-         kv_starts,   q_lens,       cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale,       softcap,
-         window_left, window_right, q_offset,     std::nullopt, std::nullopt, dropout_p,    dropout_seed},
-        reads_lengths);
+    grad.forward = attention_params(a, reads_lengths);
     AttentionParams& p = grad.forward;
     const std::vector<int64_t> rows{query.size(0), query.size(1), query.size(2)};
     std::vector<int64_t> out_shape = rows;
@@ -75,14 +130,20 @@ template <class Device> struct Operators {
     if (lse_error) check_like("lse_error", *lse_error, rows, lse);
     if (grad_out) check_like("grad_out", *grad_out, out_shape, query);
     if (grad_lse) check_like("grad_lse", *grad_lse, rows, lse);
-    check(!bias_grad || attn_bias, "bias_grad: True without attn_bias, wanted False");
+    check(!bias_grad || a.attn_bias, "bias_grad: True without attn_bias, wanted False");
 
-    const bool some_unwritten = q_lens || (!reads_lengths && cu_seqlens_q);
-    Tensor grad_query = empty_like_layout(query, p.head_dim, some_unwritten);
-    Tensor grad_key = empty_like_layout(key, p.head_dim, /*zero=*/true);
-    Tensor grad_value = empty_like_layout(value, p.head_dim_v, /*zero=*/true);
-    Tensor grad_bias = torch::stable::new_zeros(lse, bias_grad ? sizes(*attn_bias) : std::vector<int64_t>{0});
-    Tensor grad_sinks = torch::stable::new_zeros(lse, {sinks ? p.heads_q : 0});
+    const bool some_unwritten = a.q_lens || (!reads_lengths && a.cu_seqlens_q);
+    auto gradient = [&](int64_t n, const char* argument, const Tensor& x, bool zero) {
+      if (!given) return empty_like_layout(x, x.size(3), zero);
+      const Tensor& to = (*given)[n];
+      check_output(argument, to, sizes(x), query.scalar_type(), query);
+      return zero ? torch::stable::zero_(const_cast<Tensor&>(to)) : to;
+    };
+    Tensor grad_query = gradient(0, "grad_query", query, some_unwritten);
+    Tensor grad_key = gradient(1, "grad_key", a.key, /*zero=*/true);
+    Tensor grad_value = gradient(2, "grad_value", a.value, /*zero=*/true);
+    Tensor grad_bias = torch::stable::new_zeros(lse, bias_grad ? sizes(*a.attn_bias) : std::vector<int64_t>{0});
+    Tensor grad_sinks = torch::stable::new_zeros(lse, {a.sinks ? p.heads_q : 0});
 
     p.out = view(out);
     p.lse = view(lse);
@@ -93,7 +154,7 @@ template <class Device> struct Operators {
     grad.grad_key = view(grad_key);
     grad.grad_value = view(grad_value);
     if (bias_grad) grad.grad_bias = broadcast_view(grad_bias);
-    if (sinks) grad.grad_sinks = grad_sinks.data_ptr();
+    if (a.sinks) grad.grad_sinks = grad_sinks.data_ptr();
     if (lse.numel() > 0) Device::attention_backward(grad, query);
     return {grad_query, grad_key, grad_value, grad_bias, grad_sinks};
   }
@@ -133,6 +194,8 @@ template <class Device> struct Operators {
   template <class Library> static void implement(Library& m) {
     m.impl("attention", TORCH_BOX(&attention));
     m.impl("attention_backward", TORCH_BOX(&attention_backward));
+    m.impl("attention_out", TORCH_BOX(&attention_out));
+    m.impl("attention_backward_out", TORCH_BOX(&attention_backward_out));
     m.impl("merge", TORCH_BOX(&merge));
     m.impl("merge_backward", TORCH_BOX(&merge_backward));
   }

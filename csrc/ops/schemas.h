@@ -39,18 +39,23 @@ inline const std::string kDropoutArguments =
 template <class Library> void define_operators(Library& m) {
   auto define = [&](const std::string& schema) { m.def(schema.c_str()); };
   // lse + lse_error is m + ln l, more exactly than lse alone: the backward needs both.
-  define("attention(" + kOperands + kCommonArguments +
-         "Tensor? block_table, "  // [B, pages per sequence]
-         "SymInt? split_size, "   // keys per split
-         + kDropoutArguments + ") -> (Tensor out, Tensor lse, Tensor lse_error)");
+  const std::string attention_arguments = kOperands + kCommonArguments +
+                                          "Tensor? block_table, "  // [B, pages per sequence]
+                                          "SymInt? split_size, "   // keys per split
+                                          + kDropoutArguments;
+  define("attention(" + attention_arguments + ") -> (Tensor out, Tensor lse, Tensor lse_error)");
   // Gradients that were not asked for, of attn_bias and sinks, are empty tensors.
-  define("attention_backward(Tensor? grad_out, Tensor? grad_lse, " + kOperands +
-         "Tensor out, "
-         "Tensor lse, "
-         "Tensor? lse_error, "  // absent: 0
-         + kCommonArguments + kDropoutArguments +
-         ", bool bias_grad"
+  const std::string backward_arguments = "Tensor? grad_out, Tensor? grad_lse, " + kOperands +
+                                         "Tensor out, "
+                                         "Tensor lse, "
+                                         "Tensor? lse_error, "  // absent: 0
+                                         + kCommonArguments + kDropoutArguments + ", bool bias_grad";
+  define("attention_backward(" + backward_arguments +
          ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias, Tensor grad_sinks)");
+  // The same into tensors of any strides.
+  define("attention_out(Tensor(a!) out, Tensor(b!) lse, " + attention_arguments + ") -> ()");
+  define("attention_backward_out(Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, " +
+         backward_arguments + ") -> (Tensor grad_attn_bias, Tensor grad_sinks)");
   // outs [B, H, S, D] and lses [B, H, S], one of each per state
   define("merge(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");
   // Gradients are stacked on a leading axis of states.

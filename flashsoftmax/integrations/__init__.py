@@ -1,0 +1,1 @@
+"""flashsoftmax behind the interfaces of other libraries. Each module imports what it needs, when it is imported."""
