@@ -318,7 +318,8 @@ def flash_attn_with_kvcache(
 
     if k is not None and v is not None:
         kv_lens, is_banded = lens + k.size(1), causal or options["window"] is not None
-        if q.is_cpu and not torch.compiler.is_compiling():
+        is_checked = table is not None or cache_leftpad is not None  # by attention; append_kv checks lengths itself
+        if is_checked and q.is_cpu and not torch.compiler.is_compiling():
             _check_before_append(query, k_cache, v_cache, table, kv_lens, options)
         new = _heads_first("k", k), _heads_first("v", v)
         tables: dict[str, Any] = {
