@@ -376,8 +376,10 @@ class TestOptions:
         q = torch.randn(2, 5, 4, 16)
         out, lse, weights = flash_attn.flash_attn_func(q, q, q, return_attn_probs=True)
         assert out.shape == q.shape and lse.shape == (2, 4, 5) and weights.numel() == 0
-        with pytest.raises((NotImplementedError, TypeError), match="S_dmask" if not NO_DROPOUT else "dropout_p"):
+        with pytest.raises(NotImplementedError, match="return_attn_probs: True with dropout, wanted False: S_dmask"):
             flash_attn.flash_attn_func(q, q, q, 0.5, return_attn_probs=True)
+        with pytest.raises(NotImplementedError, match="return_attn_probs: True with dropout, wanted False: S_dmask"):
+            flash_attn.flash_attn_qkvpacked_func(torch.stack([q, q, q], 2), 0.5, return_attn_probs=True)
 
     @pytest.mark.skipif(NO_DROPOUT, reason="attention has no dropout_p")
     def test_dropout(self):

@@ -86,10 +86,12 @@ def flash_attn_func(
     Returns:
         out [B, Sq, H, Dv]; with return_attn_probs also lse [B, H, Sq], float32 (float64 for float64).
     """
-    options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
+    _check_probs(dropout_p, return_attn_probs)
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     q_, k_, v_ = (_heads_first(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     out, lse = attention(q_, k_, v_, return_lse=True, **options)
-    return _result(out.transpose(1, 2), lse, dropout_p, return_attn_probs)
+    out = out.transpose(1, 2)
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
 def flash_attn_qkvpacked_func(
@@ -167,13 +169,14 @@ def flash_attn_varlen_func(
     Returns:
         out [Tq, H, Dv]; with return_attn_probs (out, lse [H, Tq], an empty tensor).
     """
-    options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
+    _check_probs(dropout_p, return_attn_probs)
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     if block_table is None:
         keys: dict[str, Any] = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
     else:
         keys = {"block_table": block_table, "kv_lens": cu_seqlens_k.diff()}
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, max_seqlen_q=max_seqlen_q, return_lse=True, **keys, **options)
-    return _result(out, lse, dropout_p, return_attn_probs)
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -272,8 +275,9 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends k and v to a cache, in place, and attends to all of it. Not differentiable.
 
-    On a CPU nothing is written if a length or a page is impossible. On a GPU lengths and pages are not read by the
-    host: rows without a place in the cache are not written, and sequences with impossible lengths get NaN.
+    On a CPU nothing is written if a length or a page is impossible. Messages then call cache_seqlens kv_lens, with or
+    without the new keys, and speak of an entry of cache_batch_idx as of a page. On a GPU the host does not read lengths
+    and pages: rows without a place in the cache are not written, and sequences with impossible lengths get NaN.
 
     Args:
         q: [B, Sq, H, D].
@@ -304,7 +308,7 @@ def flash_attn_with_kvcache(
     Returns:
         out [B, Sq, H, Dv], or (out, lse [B, H, Sq]).
     """
-    options = _options(q, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
+    options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     query = _heads_first("q", q)
     key_cache, value_cache = _heads_first("k_cache", k_cache), _heads_first("v_cache", v_cache)
     if block_table is not None and cache_batch_idx is not None:
@@ -346,7 +350,6 @@ def flash_attn_with_kvcache(
 
 
 def _options(
-    q: Tensor,
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
@@ -370,14 +373,11 @@ def _options(
     }
 
 
-def _result(out: Tensor, lse: Tensor, dropout_p: float, return_attn_probs: bool) -> Result:
-    if not return_attn_probs:
-        return out
-    if dropout_p > 0:
+def _check_probs(dropout_p: float, return_attn_probs: bool) -> None:
+    if return_attn_probs and dropout_p > 0:
         raise NotImplementedError(
             "return_attn_probs: True with dropout, wanted False: S_dmask, the matrix of weights, is never computed"
         )
-    return out, lse, out.new_empty(0)
 
 
 def _heads_first(name: str, x: Tensor) -> Tensor:
