@@ -1,1 +1,1 @@
-"""flashsoftmax behind the interfaces of other libraries. Each module imports what it needs, when it is imported."""
+"""flashsoftmax behind the interfaces of other libraries. Import the one you want; nothing is imported here."""

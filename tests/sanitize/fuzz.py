@@ -119,6 +119,31 @@ def merge_backward() -> Arguments:
     return a | grads
 
 
+def rotary_tables(dtype: torch.dtype, positions: int, dim: int) -> Arguments:
+    table = (positions, random.randint(0, dim // 2)), random.choice((dtype, torch.promote_types(dtype, torch.float32)))
+    interleaved = random.random() < 0.5
+    return {"rotary_cos": tensor(*table), "rotary_sin": tensor(*table), "rotary_interleaved": interleaved}
+
+
+def append_kv() -> Arguments:
+    batch, heads, rows = (random.choice((1, 2, 3)) for _ in range(3))
+    dim, dim_v = (random.choice((1, 3, 8, 64)) for _ in range(2))
+    dtype, paged = random.choice(DTYPES), random.random() < 0.5
+    slots, slot_rows, columns = (9, random.choice((1, 4, 16)), 20) if paged else (batch, 20, 1)
+    a = {"key_cache": tensor((slots, heads, slot_rows, dim), dtype), "key": tensor((batch, heads, rows, dim), dtype)}
+    a |= {"value_cache": tensor((slots, heads, slot_rows, dim_v), dtype)}
+    a |= {"value": tensor((batch, heads, rows, dim_v), dtype), "kv_lens": lengths(batch, slot_rows * columns - rows)}
+    a["block_table"] = torch.randint(9, (batch, columns), dtype=random.choice(INDICES)) if paged else None
+    tables = rotary_tables(dtype, slot_rows * columns, dim)
+    return a | (tables if random.random() < 0.5 else tables | {"rotary_cos": None, "rotary_sin": None})
+
+
+def rotary() -> Arguments:
+    query = tensor(tuple(random.choice((1, 3, 8)) for _ in range(4)), random.choice(DTYPES))
+    a = {"query": query, "positions": lengths(query.size(0), 20), "same_position": random.random() < 0.5}
+    return a | rotary_tables(query.dtype, 20 + query.size(2), query.size(3))
+
+
 def spoil_tensor(x: Tensor) -> Tensor:
     axis = random.randrange(x.ndim) if x.ndim else 0
     size = random.choice(SIZES)
@@ -177,7 +202,7 @@ def main(calls: int = 2000, seed: int = 0) -> None:
     for call in range(calls):
         random.seed(f"{seed} {call}")
         torch.manual_seed(call)
-        make = random.choice((attention, attention, attention_backward, merge, merge_backward))
+        make = random.choice((attention, attention, attention_backward, merge, merge_backward, append_kv, rotary))
         arguments = make()
         spoilt = random.choice((0, 1, 1, 2, 3))
         for _ in range(spoilt):
