@@ -38,8 +38,9 @@ def register(name: str = NAME) -> str:
         name: must not contain "flash", "sdpa", "flex_attention", "eager", "paged" or "/": transformers takes such a
             name for one of its own implementations.
 
-    Models that ignore the choice of attention keep their own attention, if they can. Models that would misread the mask
-    are refused, and so is ``output_attentions=True``: the weights are never written.
+    As with transformers' flash_attention_2, tokens that are padding get output 0, and their logits mean nothing. Models
+    without an attention interface would misread the mask and are refused. So is ``output_attentions=True``: the
+    weights are never written.
     """
     for part in TAKEN:
         if part in name:
@@ -88,7 +89,7 @@ def attend(
         mask = attention_mask.settled()
         if mask.packed is None:
             attn_mask = mask.holes
-            options |= {"window": mask.window, "q_offset": mask.q_offset}
+            options |= {"window": None if mask.window == (None, None) else mask.window, "q_offset": mask.q_offset}
             options |= {"kv_starts": mask.kv_starts, "kv_lens": mask.kv_lens, "q_lens": mask.q_lens}
         elif position_bias is None:
             lengths = _Lengths(mask.packed, mask.packed, mask.max_length, mask.max_length)
@@ -121,8 +122,8 @@ def create_mask(
 ) -> Tensor | None:
     """The mask function of transformers: None where attend needs no mask, a LazyMask where a few options say it all,
     else a dense bool mask [B, 1, Sq, Sk]."""
-    if config is not None:
-        _check_model(type(config))
+    if config is not None and (reason := _refusal(type(config))):
+        raise ValueError(reason)
     skips = {
         "allow_is_causal_skip": allow_is_causal_skip,
         "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
@@ -177,6 +178,9 @@ class LazyMask(Tensor):
     packed: Tensor | None
     """cu_seqlens of the sequences that follow each other in the rows of the batch."""
     max_length: int
+    is_exposed = False
+    """Whether someone has a view of the dense mask, or wrote to it. Then only the dense mask counts."""
+    _dense: Tensor | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     TENSORS = ("kv_lens", "kv_starts", "q_lens", "holes", "packed")
@@ -209,7 +213,7 @@ class LazyMask(Tensor):
         if found[0]:
             self.kv_starts = starts
         if found[1]:
-            if self.window[1] == 0:  # causal: the queries are the last of the keys, and padding where those are
+            if self.window[1] == 0:  # causal: the queries are the last of the keys, and some are padding too
                 self.q_lens = (ends - start).clamp(0, self.size(2))
             self.kv_lens = ends
         if found[2]:
@@ -226,8 +230,8 @@ class LazyMask(Tensor):
         self.max_length = int(self.packed.diff().max())
 
     def settled(self) -> LazyMask:
-        """The mask to take options from: itself, or if someone wrote to it, one that has only the dense mask."""
-        if not getattr(self, "is_written", False):
+        """The mask to take options from: itself, or if it is exposed, one that has only the dense mask."""
+        if not self.is_exposed:
             return self
         mask = LazyMask(self.shape, self.device, (None, None))
         mask.holes = self.dense()
@@ -235,7 +239,7 @@ class LazyMask(Tensor):
 
     def dense(self) -> Tensor:
         """The mask as a tensor that is written."""
-        if getattr(self, "_dense", None) is None:
+        if self._dense is None:
             self._dense = self._write()
         return self._dense
 
@@ -246,7 +250,7 @@ class LazyMask(Tensor):
         if self.packed is not None:
             numbers = torch.bucketize(torch.arange(batch * keys, device=self.device), self.packed[1:], right=True)
             numbers = numbers.view(batch, 1, keys)
-            visible &= (numbers[..., None] == numbers[..., None, :])
+            visible &= numbers[..., None] == numbers[..., None, :]
         position = query + (self.q_offset or 0)
         if self.kv_lens is not None:
             ends = self.kv_lens.view(-1, 1, 1, 1)
@@ -283,19 +287,18 @@ class LazyMask(Tensor):
         return mask
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs, aten = kwargs or {}, torch.ops.aten
         copies = (aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default)
-        if function in copies and kwargs.get("dtype") in (None, torch.bool) and not args[0].is_written:
+        if function in copies and kwargs.get("dtype") in (None, torch.bool) and not args[0].is_exposed:
             arguments = {name: x for name, x in kwargs.items() if name in ("device", "non_blocking")}
             return args[0]._map(lambda x: function(x, **arguments))
-        if function._schema.is_mutable and isinstance(args[0], LazyMask):
-            args[0].is_written = True
+        if any(x.alias_info is not None for x in function._schema.returns) and isinstance(args[0], LazyMask):
+            args[0].is_exposed = True
         args, kwargs = tree_map_only(LazyMask, LazyMask.dense, (args, kwargs))
         return function(*args, **kwargs)
-
-    is_written = False
-    _dense: Tensor | None = None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyMask({tuple(self.shape)}, window={self.window})"
@@ -325,8 +328,8 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, lengths: _Lengths,
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     max_q = int(cu_q.diff().max()) if max_q is None else max_q
     max_k = int(cu_k.diff().max()) if max_k is None else max_k
-    out = attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, **options)
-    return out.unflatten(0, (query.size(0), query.size(2))).contiguous()
+    out: Tensor = attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, **options)
+    return out.reshape(query.size(0), query.size(2), *out.shape[1:])
 
 
 def _band(sliding_window: int | None, causal: bool) -> tuple[int | None, int | None]:
@@ -389,19 +392,20 @@ def _part(function: Callable[..., Any]) -> _Pattern | None:
     )
 
 
-@functools.cache
-def _check_model(config: type) -> None:
-    """Refuses a model that asks for a mask but computes attention by itself, and would misread the mask.
+@torch.compiler.assume_constant_result
+def _refusal(config: type) -> str | None:
+    """Why a model is refused: it asks for a mask, but computes attention by itself and would misread the mask.
 
     The model is in the module beside that of its configuration.
     """
     name = config.__module__.replace("configuration_", "modeling_")
     module = sys.modules.get(name)
     if module is None or name == config.__module__ or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
-        return
-    classes = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
-    if any(x.__module__ == name for x in classes) and not any(x._supports_attention_backend for x in classes):
-        raise ValueError(
-            f"attn_implementation: {config.__name__.removesuffix('Config')} models compute attention by themselves "
-            "(_supports_attention_backend is False) and would misread the mask; wanted 'eager'"
-        )
+        return None
+    classes: list[Any] = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
+    if all(x.__module__ != name for x in classes) or any(x._supports_attention_backend for x in classes):
+        return None
+    return (
+        f"attn_implementation: {config.__name__.removesuffix('Config')} models compute attention by themselves "
+        "(_supports_attention_backend is False) and would misread the mask; wanted 'eager'"
+    )
