@@ -170,16 +170,18 @@ def test_beam_search(name, options):
     assert torch.equal(generate(ours, "left", **options), generate(eager, "left", **options))
 
 
-def test_continued_prefill():
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_continued_prefill(name, padding):
     """Chunks of a prompt, longer than one token, over a dynamic and over a static cache."""
-    eager, ours = models("mistral")
-    expected = eager(IDS, attention_mask=PADDING["left"]).logits
-    for cache in (hf.DynamicCache(config=ours.config), hf.StaticCache(config=ours.config, max_cache_len=12)):
-        parts = [
-            ours(IDS[:, a:b], attention_mask=PADDING["left"][:, :b], cache=cache).logits
-            for a, b in ((0, 4), (4, 7), (7, 9))
-        ]
-        assert_close(torch.cat(parts, 1)[:, 3:], expected[:, 3:], rtol=1e-4, atol=1e-4)
+    eager, ours = models(name)
+    mask = PADDING[padding]
+    with torch.no_grad():
+        expected = eager(IDS, attention_mask=mask).logits
+        for cache in (hf.DynamicCache(config=ours.config), hf.StaticCache(config=ours.config, max_cache_len=12)):
+            chunks = [(0, 4), (4, 7), (7, 9)]
+            parts = [ours(IDS[:, a:b], attention_mask=mask[:, :b], cache=cache).logits for a, b in chunks]
+            assert_close(torch.cat(parts, 1)[:, 3:], expected[:, 3:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -201,6 +203,10 @@ def test_static_cache_without_mask():
     out, _ = attend(module, q, k, k, None)
     expected, _ = attend(module, q, k[:, :, :5], k[:, :, :5], None)
     assert torch.equal(out, expected)
+    out, _ = attend(module, q, k, k, None, sliding_window=2)
+    window = masking_utils.sliding_window_causal_mask_function(2)
+    mask = masking_utils.sdpa_mask(1, 5, 9, mask_function=window, allow_is_causal_skip=False)
+    assert_close(out, attend(module, q, k, k, mask)[0])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
@@ -238,9 +244,9 @@ def test_bfloat16():
 
 def test_packed_sequences():
     """Padding-free: positions that restart, or cu_seq_lens, keep sequences apart."""
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]])
-    cu = torch.tensor([0, 3, 7, 9], dtype=torch.int32)
-    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 4, "max_length_k": 4}
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5, 6]])
+    cu = torch.tensor([0, 2, 9], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
     for name in ("llama", "mistral"):
         eager, ours = models(name)
         expected = eager(IDS[:1], position_ids=positions, use_cache=False).logits
@@ -248,7 +254,7 @@ def test_packed_sequences():
             with Recorded() as recorded:
                 actual = ours(IDS[:1], position_ids=positions, use_cache=False, **options).logits
             assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-            assert all(call["cu_seqlens_q"].tolist() == [0, 3, 7, 9] for call in recorded.calls)
+            assert all(call["cu_seqlens_q"].tolist() == [0, 2, 9] for call in recorded.calls)
     rows = ours(IDS, position_ids=positions.expand(2, -1), use_cache=False).logits
     assert_close(rows, eager(IDS, position_ids=positions.expand(2, -1), use_cache=False).logits, rtol=1e-4, atol=1e-4)
 
@@ -390,7 +396,10 @@ def test_masks_that_no_options_say():
     """Other patterns are dense, and a caller's own mask, bool or float, is taken as it is."""
     chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
     either = masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
-    for function in (chunked, either):
+    restarted = masking_utils.remap_positions_for_packed_sequence(
+        masking_utils.causal_mask_function, torch.arange(9).expand(2, 9) % 5
+    )
+    for function in (chunked, either, restarted):
         mask = create_mask(2, 9, 9, 0, 0, function, None, allow_is_causal_skip=False)
         assert type(mask) is torch.Tensor and mask.dtype == torch.bool
     q, k, bias = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(1, 2, 9, 9)
