@@ -343,7 +343,7 @@ FUNCTIONS = {
     "bidirectional": masking_utils.bidirectional_mask_function,
     "both-ways": BOTH_WAYS,
 }
-SHAPES = [(9, 9, 0, 0), (1, 9, 8, 0), (3, 9, 6, 0), (4, 9, 0, 0), (2, 9, 3, 0), (1, 5, 8, 4), (2, 6, 7, 3)]
+SHAPES = [(9, 9, 0, 0), (8, 9, 0, 0), (1, 9, 8, 0), (3, 9, 6, 0), (4, 9, 0, 0), (2, 9, 3, 0), (1, 5, 8, 4), (2, 6, 7, 3)]
 """q_length, kv_length, q_offset, kv_offset."""
 
 
