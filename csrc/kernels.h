@@ -46,6 +46,7 @@ struct CpuKernels {
   void (*attention_backward)(const AttentionBackwardParams&, void* scratch, const Runner&);
   void (*merge)(const MergeParams&, const Runner&);
   void (*merge_backward)(const MergeBackwardParams&, const Runner&);
+  void (*copy_rows)(const CopyRowsParams&, const Runner&);
 };
 
 // The best instruction set of this processor, or the one that FLASHSOFTMAX_CPU_ISA names.
@@ -62,6 +63,8 @@ int64_t merge_scratch(const MergeParams&);
 void merge(const MergeParams&, void* scratch, void* stream);
 int64_t merge_backward_scratch(const MergeBackwardParams&);
 void merge_backward(const MergeBackwardParams&, void* scratch, void* stream);
+int64_t copy_rows_scratch(const CopyRowsParams&);
+void copy_rows(const CopyRowsParams&, void* scratch, void* stream);
 bool is_capturing(void* stream);
 }  // namespace cuda
 

@@ -177,4 +177,50 @@ struct MergeBackwardParams {
   const MergeState* grad_inputs;  // [states]
 };
 
+// Rotary embedding: the first 2 * pairs elements of a row form pairs, and pair n of a row at position j is rotated by
+// an angle whose cosine and sine are element n of row j of the tables.
+struct Rotary {
+  DType dtype;               // of the tables: that of the rows, or float (double for f64)
+  Tensor4 cos, sin;          // [positions, pairs], by row and dim
+  int64_t positions, pairs;  // no rotation if pairs is 0
+  bool interleaved;          // pair n is elements 2n and 2n + 1, otherwise n and n + pairs
+  IntVector starts;          // [batch], absent: 0. Row i of sequence b is at position starts[b] + i
+  bool same_position;        // all rows of sequence b are at position starts[b]
+};
+
+// Copies rows to their places in a cache or in a new tensor, and rotates them on the way.
+struct CopyRowsParams {
+  DType dtype;
+  Tensor4 from;  // [batch, heads, rows, dim]
+  Tensor4 to;    // [slots, heads, slot_rows, dim]: a slot is a sequence, or a page if there is a block table
+  int64_t batch, heads, rows, dim, slots, slot_rows;
+  IntVector starts;       // [batch], absent: 0. Row i of sequence b goes to its place starts[b] + i
+  IntVector block_table;  // [batch][block_table_row]: the pages of a sequence
+  int64_t block_table_row, block_table_columns;
+  Rotary rotary;
+
+  // Places of a sequence.
+  FLASHSOFTMAX_INLINE int64_t capacity() const { return block_table ? block_table_columns * slot_rows : slot_rows; }
+};
+
+// Where a row goes. Not valid if the rows of its sequence do not fit, or its page does not exist.
+struct RowPlace {
+  int64_t slot, row;
+  bool valid;
+};
+
+FLASHSOFTMAX_INLINE RowPlace row_place(const CopyRowsParams& p, int64_t b, int64_t i) {
+  const int64_t start = p.starts ? p.starts[b] : 0;
+  if (start < 0 || start > p.capacity() - p.rows) return {0, 0, false};
+  if (!p.block_table) return {b, start + i, true};
+  const int64_t page = p.block_table.advanced(b * p.block_table_row)[(start + i) / p.slot_rows];
+  return {page, (start + i) % p.slot_rows, 0 <= page && page < p.slots};
+}
+
+// The position of a row, or -1 if the tables do not have it.
+FLASHSOFTMAX_INLINE int64_t rotary_position(const Rotary& rotary, int64_t b, int64_t i) {
+  const int64_t start = rotary.starts ? rotary.starts[b] : 0, step = rotary.same_position ? 0 : i;
+  return 0 <= start && start < rotary.positions - step ? start + step : -1;
+}
+
 }  // namespace flashsoftmax

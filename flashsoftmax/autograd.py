@@ -6,6 +6,7 @@ It runs under the dispatch key Autograd. The transforms of torch.func need it ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -165,3 +166,27 @@ class MergeBackward(Backward):
 
 for _function in (Attention, AttentionBackward, Merge, MergeBackward):
     torch.library.impl(f"flashsoftmax::{_function.name}", "Autograd")(_function.kernel)
+
+
+def _without_gradient(name: str) -> Callable[..., Any]:
+    """What the dispatcher runs under the key Autograd for an operator without a gradient."""
+
+    def kernel(*args: Any) -> Any:
+        if _needs_graph(args):
+            raise NotImplementedError(f"{name} has no gradient: requires_grad is True, wanted False (or no_grad)")
+        with torch._C._AutoDispatchBelowAutograd():
+            return OPERATORS[name](*args)
+
+    return kernel
+
+
+for _name in ("append_kv", "rotary"):
+    torch.library.impl(f"flashsoftmax::{_name}", "Autograd")(_without_gradient(_name))
+
+
+@torch.library.impl("flashsoftmax::append_kv", "ADInplaceOrView")
+def _append_kv(key_cache: Tensor, value_cache: Tensor, *args: Any) -> None:
+    """Tells autograd that the cache was written, so that a backward through its old values raises."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        OPERATORS["append_kv"](key_cache, value_cache, *args)
+    torch.autograd.graph.increment_version((key_cache, value_cache))

@@ -228,3 +228,72 @@ def _(
         if x is not None:
             _check_like(name, x, tuple(like.shape), like, like.dtype)
     return tuple(xs[0].new_empty((len(xs), *xs[0].shape)) for xs in (outs, lses))  # type: ignore[return-value]
+
+
+def _check_floating(name: str, x: Tensor) -> None:
+    wanted = "float16, bfloat16, float32 or (on the CPU) float64"
+    _check(x.dtype in FLOATING, f"{name}: dtype {_name(x.dtype)}, wanted {wanted}")
+
+
+def _check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        _check(table.dim() == 2, f"{name}: {table.dim()} dimensions, wanted 2")
+        _check_like(name, table, tuple(cos.shape), x, cos.dtype)
+    dtypes = (x.dtype, _statistics(x))
+    message = f"rotary_cos: dtype {_name(cos.dtype)}, wanted {_name(dtypes[0])} or {_name(dtypes[1])}"
+    _check(cos.dtype in dtypes, message)
+    message = f"rotary_cos: {cos.size(1)} columns, wanted at most half of head_dim, {x.size(3)}"
+    _check(2 * cos.size(1) <= x.size(3), message)
+
+
+@torch.library.register_fake("flashsoftmax::append_kv")
+def _(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_lens: Tensor,
+    block_table: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+) -> None:
+    for name, x in (("key", key), ("value", value), ("key_cache", key_cache), ("value_cache", value_cache)):
+        _check(x.dim() == 4, f"{name}: {x.dim()} dimensions, wanted 4")
+        _check(x.dtype == key.dtype, f"{name}: dtype {_name(x.dtype)}, wanted that of key, {_name(key.dtype)}")
+        _check_device(name, x, key)
+    _check_floating("key", key)
+    (batch, heads, _, dim), (slots, _, slot_rows, _) = key.shape, key_cache.shape
+    _check_shape("value", value, (*key.shape[:3], value.size(3)))
+    _check_shape("key_cache", key_cache, (slots, heads, slot_rows, dim))
+    _check_shape("value_cache", value_cache, (slots, heads, slot_rows, value.size(3)))
+    _check_lengths("kv_lens", kv_lens, 1, key)
+    _check_shape("kv_lens", kv_lens, (batch,))
+    if block_table is None:
+        _check(batch <= slots, f"key_cache: batch {slots}, wanted at least that of key, {batch}")
+    else:
+        _check_lengths("block_table", block_table, 2, key)
+        rows = block_table.size(0)
+        _check(rows == batch, f"block_table: {rows} rows, wanted the batch, {batch}")
+    if rotary_cos is None or rotary_sin is None:
+        given = rotary_cos is not None or rotary_sin is not None
+        _check(not given, "rotary_cos, rotary_sin: one of them is missing, wanted both")
+    else:
+        _check_rotary(key, rotary_cos, rotary_sin)
+
+
+@torch.library.register_fake("flashsoftmax::rotary")
+def _(
+    query: Tensor,
+    rotary_cos: Tensor,
+    rotary_sin: Tensor,
+    positions: Tensor,
+    rotary_interleaved: bool,
+    same_position: bool,
+) -> Tensor:
+    _check(query.dim() == 4, f"query: {query.dim()} dimensions, wanted 4")
+    _check_floating("query", query)
+    _check_lengths("positions", positions, 1, query)
+    _check_shape("positions", positions, (query.size(0),))
+    _check_rotary(query, rotary_cos, rotary_sin)
+    return _empty_like_layout(query, query.size(3))

@@ -20,7 +20,7 @@ def _load() -> None:
 
 _load()
 
-NAMES = ("attention", "attention_backward", "merge", "merge_backward")
+NAMES = ("attention", "attention_backward", "merge", "merge_backward", "append_kv", "rotary")
 OPERATORS = {name: getattr(torch.ops.flashsoftmax, name).default for name in NAMES}
 ARGUMENTS = {name: tuple(x.name for x in op._schema.arguments) for name, op in OPERATORS.items()}
 """The names of each operator's arguments, in the order of its schema."""

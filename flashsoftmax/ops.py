@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from . import autocast, autograd, batching, fake, flops, sharding
-from .library import ARGUMENTS
+from .library import ARGUMENTS, OPERATORS
 
-__all__ = ["attention", "autocast", "autograd", "batching", "fake", "flops", "merge", "sharding"]
+__all__ = ["append_kv", "attention", "autocast", "autograd", "batching", "fake", "flops", "merge", "rotary", "sharding"]
 
 
 def attention(**arguments: Any) -> tuple[Tensor, Tensor]:
@@ -25,3 +25,16 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     sharding.register()
     out, lse = autograd.call(autograd.Merge, *outs, *lses)
     return out, lse
+
+
+def append_kv(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> None:
+    """The operator append_kv: writes key and value into the cache."""
+    values = {"rotary_interleaved": True} | arguments
+    names = ARGUMENTS["append_kv"][4:]
+    OPERATORS["append_kv"](key_cache, value_cache, key, value, *(values.get(name) for name in names))
+
+
+def rotary(query: Tensor, **arguments: Any) -> Tensor:
+    """The operator rotary: query with rotary embedding."""
+    result: Tensor = OPERATORS["rotary"](query, *(arguments[name] for name in ARGUMENTS["rotary"][1:]))
+    return result

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import interpreter
-from flashsoftmax import attention, merge
+from flashsoftmax import attention, merge, ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -22,8 +22,13 @@ def no_cuda(operator: str) -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     x = torch.zeros(1, 1, 1, 8, device="cuda")
+    calls = {
+        "attention": lambda: attention(x, x, x),
+        "merge": lambda: merge([x], [x[..., 0]]),
+        "append_kv": lambda: ops.append_kv(x, x.clone(), x, x, kv_lens=x.new_zeros(1, dtype=torch.int64)),
+    }
     try:
-        {"attention": lambda: attention(x, x, x), "merge": lambda: merge([x], [x[..., 0]])}[operator]()
+        calls[operator]()
     except NotImplementedError as error:
         return str(error)
     return None

@@ -29,6 +29,8 @@ FORWARD = (
 DECODE = "test_forward and interpreted and float16 and (decode-5 or decode-scores or decode-window or decode-lengths)"
 BACKWARD = "test_backward and interpreted and float16 and (65x65 or window-64 or sinks-causal or heads-6-2)"
 MERGE = "test_merge and interpreted and float16"
+APPEND = "test_append and interpreted and float16 and (contiguous or paged or rotary)"
+PLACES = "test_append and interpreted and without_a_place"
 LONGER = "test_gpu and interpreted and longer_than_its_maximum"
 PAGES = "test_gpu and interpreted and pages_that_no_query_sees"
 LARGE_LSE = "test_large_lse and interpreted and float16 and (of_one or weighs_a_half)"
@@ -140,6 +142,21 @@ MUTATIONS = [
         "out[e] * factors.into + x[e] * factors.from",
         "out[e] * factors.into + x[e]",
         MERGE,
+    ),
+    Mutation(
+        "append: the sine of the second element has the wrong sign",
+        "copy_rows.cu",
+        "x * s + y * c",
+        "y * c - x * s",
+        APPEND,
+    ),
+    Mutation("append: a row without a place is written", "copy_rows.cu", "if (!place.valid) return;", "", PLACES),
+    Mutation(
+        "append: all rows are at one position",
+        "copy_rows.cu",
+        "rotary_position(rotary, b, i)",
+        "rotary_position(rotary, b, 0)",
+        APPEND,
     ),
 ]
 

@@ -82,7 +82,7 @@ def test_an_instruction_set_that_does_not_exist_is_refused():
     assert result.returncode != 0 and "MMX" in result.stderr
 
 
-@pytest.mark.parametrize("operator", ["attention", "attention_backward", "merge", "merge_backward"])
+@pytest.mark.parametrize("operator", flashsoftmax.library.NAMES)
 def test_a_device_that_was_not_built_says_why_in_one_line(operator):
     """What a CUDA tensor gets from the kernel that stands in for a missing one; it can be called without a GPU."""
     with pytest.raises(NotImplementedError) as error:

@@ -69,7 +69,7 @@ class TestOpcheck:
     def test_every_operator_is_here(self):
         names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
         found = {name for namespace, name in names if namespace == "flashsoftmax"}
-        assert found == {"attention", "attention_backward", "merge", "merge_backward", "cpu_isa"}
+        assert found == {"attention", "attention_backward", "merge", "merge_backward", "append_kv", "rotary", "cpu_isa"}
 
 
 class TestGradcheck:

@@ -36,6 +36,7 @@ struct Cpu {
   static void merge_backward(const MergeBackwardParams& p, const Tensor&) {
     cpu_kernels().merge_backward(p, torch_runner());
   }
+  static void copy_rows(const CopyRowsParams& p, const Tensor&) { cpu_kernels().copy_rows(p, torch_runner()); }
 };
 
 std::string cpu_isa() { return cpu_kernels().name; }

@@ -26,6 +26,9 @@ template <class Current> struct CudaDevice {
   static void merge_backward(const MergeBackwardParams& p, const Tensor& like) {
     launch(like, p, cuda::merge_backward_scratch(p), cuda::merge_backward);
   }
+  static void copy_rows(const CopyRowsParams& p, const Tensor& like) {
+    launch(like, p, cuda::copy_rows_scratch(p), cuda::copy_rows);
+  }
 
  private:
   template <class Params>

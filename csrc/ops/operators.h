@@ -143,11 +143,58 @@ template <class Device> struct Operators {
     return {grad_outs, grad_lses};
   }
 
+  static void append_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& key, const Tensor& value,
+                        const Tensor& kv_lens, const OptionalTensor& block_table, const OptionalTensor& rotary_cos,
+                        const OptionalTensor& rotary_sin, bool rotary_interleaved) {
+    CopyRowsParams keys = append_params(key_cache, value_cache, key, value, kv_lens, block_table);
+    CopyRowsParams values = keys;
+    check(rotary_cos.has_value() == rotary_sin.has_value(),
+          "rotary_cos, rotary_sin: one of them is missing, wanted both");
+    if (rotary_cos) keys.rotary = rotary_params(key, *rotary_cos, *rotary_sin, keys.starts, rotary_interleaved, false);
+    values.from = view(value);
+    values.to = view(value_cache);
+    values.dim = value.size(3);
+    if (Device::reads_lengths(key)) {
+      CopyRowsParams host = keys;
+      OptionalTensor lens_copy, table_copy;
+      host.starts = host.rotary.starts = host_vector(kv_lens, keys.starts, lens_copy);
+      if (block_table) host.block_table = host_vector(*block_table, keys.block_table, table_copy);
+      if (table_copy) host.block_table_row = table_copy->stride(0);
+      check_places(host);
+      check_positions(host.rotary, "kv_lens", host.batch, host.rows);
+    }
+    if (key.numel() > 0) Device::copy_rows(keys, key);
+    if (value.numel() > 0) Device::copy_rows(values, value);
+  }
+
+  static Tensor rotary(const Tensor& query, const Tensor& rotary_cos, const Tensor& rotary_sin, const Tensor& positions,
+                       bool rotary_interleaved, bool same_position) {
+    check(query.dim() == 4, "query: ", query.dim(), " dimensions, wanted 4");
+    std::optional<DType> dtype = dtype_of(query);
+    check(dtype && *dtype != DType::boolean, "query: dtype ", name(query.scalar_type()),
+          ", wanted float16, bfloat16, float32 or (on the CPU) float64");
+    const IntVector starts = int_vector("positions", positions, 1, query);
+    check_shape("positions", positions, {query.size(0)});
+    Tensor out = empty_like_layout(query, query.size(3));
+    CopyRowsParams p = copy_params(query, out);
+    p.rotary = rotary_params(query, rotary_cos, rotary_sin, starts, rotary_interleaved, same_position);
+    if (Device::reads_lengths(query)) {
+      Rotary host = p.rotary;
+      OptionalTensor copy;
+      host.starts = host_vector(positions, starts, copy);
+      check_positions(host, "positions", p.batch, p.rows);
+    }
+    if (query.numel() > 0) Device::copy_rows(p, query);
+    return out;
+  }
+
   template <class Library> static void implement(Library& m) {
     m.impl("attention", TORCH_BOX(&attention));
     m.impl("attention_backward", TORCH_BOX(&attention_backward));
     m.impl("merge", TORCH_BOX(&merge));
     m.impl("merge_backward", TORCH_BOX(&merge_backward));
+    m.impl("append_kv", TORCH_BOX(&append_kv));
+    m.impl("rotary", TORCH_BOX(&rotary));
   }
 };
 

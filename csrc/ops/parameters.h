@@ -282,4 +282,115 @@ inline MergeParams merge_params(const std::vector<MergeState>& inputs, const Ten
   return {*dtype, out.size(0), out.size(1), out.size(2), out.size(3), int64_t(inputs.size()), inputs.data(), output};
 }
 
+// The rotation of rows like those of x, whose first row of each sequence is at position starts[b].
+inline Rotary rotary_params(const Tensor& x, const Tensor& cos, const Tensor& sin, const IntVector& starts,
+                            bool interleaved, bool same_position) {
+  Rotary rotary{};
+  for (auto [argument, table] : {std::pair("rotary_cos", &cos), std::pair("rotary_sin", &sin)}) {
+    check(table->dim() == 2, argument, ": ", table->dim(), " dimensions, wanted 2");
+    check_shape(argument, *table, sizes(cos));
+    check_type(argument, *table, cos.scalar_type());
+    check_device(argument, *table, x);
+  }
+  const ScalarType statistics = statistics_type(x);
+  check(cos.scalar_type() == x.scalar_type() || cos.scalar_type() == statistics, "rotary_cos: dtype ",
+        name(cos.scalar_type()), ", wanted ", name(x.scalar_type()), " or ", name(statistics));
+  check(2 * cos.size(1) <= x.size(3), "rotary_cos: ", cos.size(1), " columns, wanted at most half of head_dim, ",
+        x.size(3));
+  auto table_view = [](const Tensor& table) {
+    return Tensor4{table.data_ptr(), 0, 0, table.stride(0), table.stride(1)};
+  };
+  rotary.dtype = *dtype_of(cos);
+  rotary.cos = table_view(cos);
+  rotary.sin = table_view(sin);
+  rotary.positions = cos.size(0);
+  rotary.pairs = cos.size(1);
+  rotary.interleaved = interleaved;
+  rotary.starts = starts;
+  rotary.same_position = same_position;
+  return rotary;
+}
+
+// A copy of the rows of `from` to `to`, a tensor of the same kind.
+inline CopyRowsParams copy_params(const Tensor& from, const Tensor& to) {
+  CopyRowsParams p{};
+  p.dtype = p.rotary.dtype = *dtype_of(from);
+  p.from = view(from);
+  p.to = view(to);
+  p.batch = from.size(0);
+  p.heads = from.size(1);
+  p.rows = from.size(2);
+  p.dim = from.size(3);
+  p.slots = to.size(0);
+  p.slot_rows = to.size(2);
+  return p;
+}
+
+// Checks the new rows, the cache that they are appended to, and where in it they belong. Returns where.
+inline CopyRowsParams append_params(const Tensor& key_cache, const Tensor& value_cache, const Tensor& key,
+                                    const Tensor& value, const Tensor& kv_lens, const OptionalTensor& block_table) {
+  std::pair<const char*, const Tensor*> operands[] = {
+      {"key", &key}, {"value", &value}, {"key_cache", &key_cache}, {"value_cache", &value_cache}};
+  for (auto [argument, x] : operands) {
+    check(x->dim() == 4, argument, ": ", x->dim(), " dimensions, wanted 4");
+    check(x->scalar_type() == key.scalar_type(), argument, ": dtype ", name(x->scalar_type()), ", wanted that of key, ",
+          name(key.scalar_type()));
+    check_device(argument, *x, key);
+  }
+  std::optional<DType> dtype = dtype_of(key);
+  check(dtype && *dtype != DType::boolean, "key: dtype ", name(key.scalar_type()),
+        ", wanted float16, bfloat16, float32 or (on the CPU) float64");
+  check_shape("value", value, {key.size(0), key.size(1), key.size(2), value.size(3)});
+  check_shape("key_cache", key_cache, {key_cache.size(0), key.size(1), key_cache.size(2), key.size(3)});
+  check_shape("value_cache", value_cache, {key_cache.size(0), key.size(1), key_cache.size(2), value.size(3)});
+  for (auto [argument, x] : {operands[2], operands[3]})
+    for (int64_t d = 0; d < 4; d++)
+      check(x->stride(d) != 0 || x->size(d) <= 1, argument, ": axis ", d,
+            " is expanded, wanted memory for each element");
+  CopyRowsParams p = copy_params(key, key_cache);
+  p.starts = int_vector("kv_lens", kv_lens, 1, key);
+  check_shape("kv_lens", kv_lens, {p.batch});
+  check(block_table || p.batch <= p.slots, "key_cache: batch ", p.slots, ", wanted at least that of key, ", p.batch);
+  if (block_table) {
+    p.block_table = int_vector("block_table", *block_table, 2, key);
+    check(block_table->size(0) == p.batch, "block_table: ", block_table->size(0), " rows, wanted the batch, ", p.batch);
+    p.block_table_row = block_table->stride(0);
+    p.block_table_columns = block_table->size(1);
+    const int64_t most = kUnbounded / max<int64_t>(p.slot_rows, 1);
+    check(p.block_table_columns <= most, "block_table: ", p.block_table_columns, " columns, wanted at most ", most);
+  }
+  return p;
+}
+
+// Checks that rows have a place, and a position in the tables. The parameters are in host memory.
+inline void check_places(const CopyRowsParams& p) {
+  for (int64_t b = 0; p.rows > 0 && b < p.batch; b++) {
+    const int64_t start = p.starts ? p.starts[b] : 0, most = p.capacity() - p.rows;
+    check(most >= 0, p.block_table ? "block_table: " : "key_cache: ", p.capacity(),
+          " keys per sequence, wanted at least the ", p.rows, " new ones");
+    check(start >= 0 && start <= most, "kv_lens[", b, "]: ", start, ", wanted 0 to ", most,
+          p.block_table ? ", so that the new keys fit into the block_table"
+                        : ", so that the new keys fit into the cache");
+    for (int64_t i = 0; p.block_table && i < p.rows; i = ((start + i) / p.slot_rows + 1) * p.slot_rows - start) {
+      const RowPlace place = row_place(p, b, i);
+      check(place.valid, "block_table[", b, ", ", (start + i) / p.slot_rows, "]: page ", place.slot, ", wanted 0 to ",
+            p.slots - 1);
+    }
+  }
+}
+inline void check_positions(const Rotary& rotary, const char* argument, int64_t batch, int64_t rows) {
+  for (int64_t b = 0; rotary.pairs > 0 && rows > 0 && b < batch; b++) {
+    const int64_t last = rotary.same_position ? 0 : rows - 1;
+    check(rotary_position(rotary, b, last) >= 0, argument, "[", b, "]: ", rotary.starts[b], ", wanted 0 to ",
+          rotary.positions - last - 1, ", the positions that rotary_cos has");
+  }
+}
+
+// The same vector in host memory; `copy` holds that memory.
+inline IntVector host_vector(const Tensor& x, const IntVector& vector, OptionalTensor& copy) {
+  if (x.is_cpu()) return vector;
+  copy = torch::stable::to(x, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  return {copy->data_ptr(), copy->numel() ? copy->stride(copy->dim() - 1) : 0, vector.is_int64};
+}
+
 }  // namespace flashsoftmax

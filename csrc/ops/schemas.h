@@ -57,6 +57,16 @@ template <class Library> void define_operators(Library& m) {
   define(
       "merge_backward(Tensor? grad_out, Tensor? grad_lse, Tensor[] outs, Tensor[] lses)"
       " -> (Tensor grad_outs, Tensor grad_lses)");
+  // Writes key [B, Hkv, Sn, D] and value [B, Hkv, Sn, Dv] into a cache [B or more, Hkv, Sk, D | Dv], or pages
+  // [pages, Hkv, page_size, D | Dv] of a block table: row i of sequence b becomes its key kv_lens[b] + i. The key is
+  // rotated by its position if there are tables of cosines and sines, [positions, pairs].
+  define(
+      "append_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, Tensor kv_lens, "
+      "Tensor? block_table, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved) -> ()");
+  // query [B, H, S, D], rotated: row i of sequence b by position positions[b] + i, or positions[b] if same_position
+  define(
+      "rotary(Tensor query, Tensor rotary_cos, Tensor rotary_sin, Tensor positions, bool rotary_interleaved, "
+      "bool same_position) -> Tensor");
 }
 
 }  // namespace flashsoftmax

@@ -156,11 +156,14 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         core = build.core()
         core.clear_memory()
-        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        schema = {argument.name: argument for argument in func._schema.arguments}
+        named = dict(zip(schema, args, strict=False)) | kwargs
         for name, value in named.items():
+            written = schema[name].alias_info is not None and schema[name].alias_info.is_write
             for n, x in enumerate(value if isinstance(value, list | tuple) else [value]):
                 if isinstance(x, Tensor) and x.numel():
-                    self.run.input(f"{name}[{n}]" if isinstance(value, list | tuple) else name, x)
+                    declare = self.run.memory if written else self.run.input
+                    declare(f"{name}[{n}]" if isinstance(value, list | tuple) else name, x)
         deterministic: Any = torch.utils.deterministic  # would fill what the operator allocates
         fill, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
         core.record_allocations(True)
@@ -171,7 +174,7 @@ class _Operators(TorchDispatchMode):
             deterministic.fill_uninitialized_memory = fill
         if not core.failed():
             results = result if isinstance(result, list | tuple) else [result]
-            self.run.check_written({f"output {n}": x for n, x in enumerate(results) if x.numel()})
+            self.run.check_written({f"output {n}": x for n, x in enumerate(results) if x is not None and x.numel()})
         return result
 
 
