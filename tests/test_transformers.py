@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import json
+import runpy
 import warnings
 
 import pytest
@@ -16,6 +18,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import transformers as hf  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
+from flashsoftmax.integrations import flash_attn, hub  # noqa: E402
 from flashsoftmax.integrations.transformers import LazyMask, attend, create_mask, register  # noqa: E402
 
 NAME = register()
@@ -343,7 +346,16 @@ FUNCTIONS = {
     "bidirectional": masking_utils.bidirectional_mask_function,
     "both-ways": BOTH_WAYS,
 }
-SHAPES = [(9, 9, 0, 0), (8, 9, 0, 0), (1, 9, 8, 0), (3, 9, 6, 0), (4, 9, 0, 0), (2, 9, 3, 0), (1, 5, 8, 4), (2, 6, 7, 3)]
+SHAPES = [
+    (9, 9, 0, 0),
+    (8, 9, 0, 0),
+    (1, 9, 8, 0),
+    (3, 9, 6, 0),
+    (4, 9, 0, 0),
+    (2, 9, 3, 0),
+    (1, 5, 8, 4),
+    (2, 6, 7, 3),
+]
 """q_length, kv_length, q_offset, kv_offset."""
 
 
@@ -409,3 +421,31 @@ def test_masks_that_no_options_say():
     expected = (scores.softmax(-1).nan_to_num() @ k).transpose(1, 2)
     for mask in (visible, floating):
         assert_close(attend(torch.nn.Module(), q, k, k, mask, position_bias=bias)[0], expected)
+
+
+def test_hub_directory(tmp_path):
+    """Its modules hand out the installed functions."""
+    for path in hub.write(tmp_path):
+        metadata = json.loads((path / "metadata.json").read_text())
+        assert path.name == f"torch-{metadata['backend']['type']}"
+        module = runpy.run_path(str(path / "__init__.py"))
+        for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
+            assert module[name] is getattr(flash_attn, name) and name in module["__all__"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_hub_kernel(name, tmp_path_factory, monkeypatch):
+    """transformers loads the directory through the kernels library, and calls FlashAttention's functions."""
+    if not hf.utils.is_kernels_available():
+        pytest.skip("transformers finds no kernels library of a version that it takes")
+    hub.write(directory := tmp_path_factory.mktemp("hub"))
+    kernel = f"flashsoftmax/{directory.name}"
+    monkeypatch.setenv("LOCAL_KERNELS", f"{kernel}={directory}")
+    eager, ours = models(name)[0], copy.deepcopy(models(name)[0])
+    ours.set_attn_implementation(kernel, allow_all_kernels=True)
+    assert torch.equal(generate(ours, "left"), generate(eager, "left"))
+    cu = torch.tensor([0, 2, 9], dtype=torch.int32)
+    inputs = {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5, 6]]), "use_cache": False}
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
+    expected, actual = eager(IDS[:1], **inputs).logits, ours(IDS[:1], **inputs, **lengths).logits
+    assert_close(actual, expected, rtol=1e-4, atol=1e-4)
