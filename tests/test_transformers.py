@@ -19,6 +19,7 @@ import transformers as hf  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 from flashsoftmax.integrations import flash_attn, hub  # noqa: E402
+from flashsoftmax.integrations import transformers as integration  # noqa: E402
 from flashsoftmax.integrations.transformers import LazyMask, attend, create_mask, register  # noqa: E402
 
 NAME = register()
@@ -384,6 +385,14 @@ def test_mask(function, shape, padding):
             warnings.simplefilter("error")
             actual, _ = attend(module, q, k, k, mask)
         assert_close(actual[rows], attend(module, q, k, k, expected)[0][rows])
+
+
+def test_dropout_is_passed_on(monkeypatch):
+    q, seen = torch.randn(1, 2, 5, 8), []
+    monkeypatch.setattr(integration, "attention", lambda query, *_, **options: seen.append(options) or query)
+    attend(torch.nn.Module(), q, q, q, None)
+    attend(torch.nn.Module(), q, q, q, None, dropout=0.25)
+    assert [options.get("dropout_p") for options in seen] == [None, 0.25]
 
 
 def test_mask_that_is_touched():

@@ -3,9 +3,9 @@
     python -m flashsoftmax.integrations.hub DIRECTORY
     LOCAL_KERNELS="flashsoftmax/flash-softmax=DIRECTORY" python program.py
 
-The program then names the kernel: ``attn_implementation="flashsoftmax/flash-softmax"``. It takes transformers' path for
-FlashAttention, with padding-free training and continuous batching. The directory holds no code of its own: it hands out
-the functions of the installed flashsoftmax.
+The program names the kernel: ``from_pretrained(..., attn_implementation="flashsoftmax/flash-softmax",
+allow_all_kernels=True)``. Models then take their path for FlashAttention, with padding-free training and continuous
+batching. The directory holds no code of its own: it hands out the functions of the installed flashsoftmax.
 """
 
 from __future__ import annotations
