@@ -5,6 +5,7 @@ import functools
 import json
 import runpy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -458,3 +459,11 @@ def test_hub_kernel(name, tmp_path_factory, monkeypatch):
     lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
     expected, actual = eager(IDS[:1], **inputs).logits, ours(IDS[:1], **inputs, **lengths).logits
     assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_example(cache, monkeypatch, capsys):
+    options = {"layers": 1, "hidden": 32, "prompt": 20, "new-tokens": 4, "runs": 1, "dtype": "float32", "cache": cache}
+    monkeypatch.setattr("sys.argv", ["generate.py", *(f"--{name}={value}" for name, value in options.items())])
+    runpy.run_path(str(Path(__file__).parents[1] / "examples" / "generate.py"), run_name="__main__")
+    assert "4 of 4 new tokens are the same" in capsys.readouterr().out
