@@ -253,7 +253,14 @@ def launches(rows, mask):
     """What the GPU's kernels did in a forward and a backward, by name; without the one that makes the map."""
     inputs = make(rows, torch.bfloat16, heads=(2, 1))
     values = dict.fromkeys(ARGUMENTS["attention"]) | {name: inputs[name] for name in WRT} | {"attn_mask": mask}
-    values |= {"max_seqlen_q": rows, "max_seqlen_k": KEYS, "scale": 0.25, "softcap": 0.0, "dropout_p": 0.0, "split_size": 2048}
+    values |= {
+        "max_seqlen_q": rows,
+        "max_seqlen_k": KEYS,
+        "scale": 0.25,
+        "softcap": 0.0,
+        "dropout_p": 0.0,
+        "split_size": 2048,
+    }
     operators = interpreter.operators()
     with interpreter.session() as run:
         out, lse, lse_error = operators.attention(**values)
