@@ -8,6 +8,8 @@
 // m and l live here. The accumulator a lives wherever a kernel keeps it (vector registers, an MMA fragment, a
 // row of a split) and follows by the factor that each function returns. N is float, double, or a vector of them.
 //
+// a is a sum and may overflow where a / l, a mean, is finite. Such a row is computed again, with weights times kHeadroom.
+//
 // Scores are subtracted before they change their units (to base 2, or by a scale that is left to the exponential), so
 // the largest weight of a row is exactly 1: a row of scores near 1e11 keeps its output and its gradient.
 #pragma once
@@ -24,6 +26,9 @@ namespace flashsoftmax {
 
 // The score of a hidden key, and so m and lse of a row that has seen none.
 constexpr float kHidden = -HUGE_VALF;
+
+// Times this, weights are so small that no sum of finite values overflows. A power of two rounds nothing.
+constexpr float kHeadroom = 0x1p-32f;
 
 // What the recurrence and the scores ask of a scalar; cpu/vec.h has the same for vectors.
 FLASHSOFTMAX_INLINE float exp(float x) { return ::expf(x); }

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import reference
 from cases import CASES, LONG, Case, case
 from checks import assert_same_bits, cast, check_forward
-from flashsoftmax import attention
+from flashsoftmax import attention, attention_paged
 
 
 @pytest.mark.parametrize("case", [*CASES, LONG], ids=lambda case: case.id)
@@ -255,3 +255,99 @@ class TestRange:
         ones = torch.ones(1, 1, 1, 256, dtype=torch.bfloat16)
         _, lse = attention(torch.cat([ones, ones], 2), ones * 2, ones, scale=1.0, return_lse=True)
         assert_same_bits(lse, torch.full_like(lse, 512))
+
+
+class TestLargeValues:
+    """Values whose weighted sum overflows, although the output, their mean, is finite."""
+
+    ROWS = pytest.mark.parametrize("rows", [2, 40], ids=["decode", "tiled"])
+    FEATURES = ("heads-6-2", "sinks-mask-lengths", "mask-float-hides", "starts-mask-bool", "bias-hides-mask-bool")
+    FEATURES += ("dropout", "all-features", "all-features-decode")
+
+    def inputs(self, rows, keys, dtype, device="cpu"):
+        return [torch.randn(1, 2, n, 24, device=device).to(dtype) for n in (rows, keys, keys)]
+
+    @ROWS
+    @pytest.mark.parametrize("keys", [16, 300])
+    @pytest.mark.parametrize("share", [0.3, -0.3, 0.993])
+    def test_mean_of_equal_values(self, share, keys, rows, dtype, device):
+        """share: of the dtype's maximum. 300 keys are three splits of decode; 0.993 overflows at the second key."""
+        q, k, v = self.inputs(rows, keys, dtype, device)
+        large = torch.full_like(v, share * torch.finfo(dtype).max)
+        out, lse = attention(q, k, large, split_size=128, return_lse=True)
+        assert_close(out, large[:, :, :1].expand_as(out), rtol=3e-6 if dtype == torch.float32 else 0, atol=0)
+        assert_same_bits(lse, attention(q, k, v, split_size=128, return_lse=True)[1])
+
+    @ROWS
+    @pytest.mark.parametrize("sinks", [None, [0.5, -3.0]])
+    def test_float64(self, sinks, rows):
+        q, k, v = self.inputs(rows, 16, torch.float64)
+        v = v.sign() * 1e308
+        v[..., :12] = v[..., :12].abs()
+        sinks = sinks and torch.tensor(sinks, dtype=torch.float64)
+        assert_close(attention(q, k, v, sinks=sinks), attention(q, k, v * 1e-10, sinks=sinks) * 1e10)
+
+    @pytest.mark.parametrize("name", FEATURES)
+    def test_matches_dense_attention(self, name, dtype, device):
+        """Half of the columns have values of one sign, so their sums overflow."""
+
+        def large(dtype, device):
+            inputs = case(name).inputs(dtype, device)
+            v = inputs["value"] * (torch.finfo(dtype).max / 12)
+            half = v.shape[-1] // 2
+            return inputs | {"value": torch.cat([v[..., :half].abs(), v[..., half:]], -1)}
+
+        check_forward(case(name).call(attention), partial(large, dtype, device))
+
+    @ROWS
+    def test_other_columns_and_rows_keep_their_bits(self, rows, device):
+        for dtype in (torch.float32, torch.bfloat16):
+            q, k, v = self.inputs(rows, 70, dtype, device)
+            large = v.clone()
+            large[..., 5] = 1e38
+            found, expected = attention(q, k, large), attention(q, k, v)
+            assert_close(found[..., 5], torch.full_like(found[..., 5], 1e38), rtol=1e-6, atol=0)
+            found[..., 5] = expected[..., 5]
+            assert_same_bits(found, expected)
+            # The last row does not see the large values.
+            mask = torch.ones(rows, 70, dtype=torch.bool, device=device)
+            mask[-1, :30] = False
+            large, small = v.clone(), v.clone()
+            large[:, :, :30], small[:, :, :30] = 1e38, 0
+            found = attention(q, k, large, mask)
+            assert found.isfinite().all()
+            assert_same_bits(found[:, :, -1], attention(q, k, small, mask)[:, :, -1])
+
+    @ROWS
+    def test_infinity_and_nan_stay(self, rows, device):
+        for dtype in (torch.float32, torch.bfloat16):
+            q, k, v = self.inputs(rows, 33, dtype, device)
+            v[:] = 1e38
+            v[:, :, 20, 3], v[:, :, 4, 5], v[:, :, 32, 7] = torch.inf, torch.nan, -torch.inf
+            out = attention(q, k, v)
+            assert out[..., 3].isposinf().all() and out[..., 5].isnan().all() and out[..., 7].isneginf().all()
+            assert out[..., [d for d in range(24) if d not in (3, 5, 7)]].isfinite().all()
+
+    @ROWS
+    def test_pages(self, rows, device):
+        """The first page is not read, since no query sees it: it does not exist."""
+        q, k, v = self.inputs(rows, 80, torch.float32, device)
+        v = v.abs() * 5e37
+        table = torch.tensor([[-1, 3, 0, 5, 1]], dtype=torch.int32, device=device)
+        pools = [torch.full((6, 16, 2, 24), torch.nan, device=device) for _ in "kv"]
+        for pool, x in zip(pools, (k, v), strict=True):
+            for n in range(1, 5):
+                pool[table[0, n]] = x[0, :, 16 * n : 16 * n + 16].transpose(0, 1)
+        options = {"window": (64 - rows, 0), "kv_lens": torch.tensor([80], device=device)}
+        found = attention_paged(q, *pools, table, **options)
+        assert found.isfinite().all()
+        assert_close(found, attention(q, k, v, **options), rtol=1e-5, atol=0)
+
+    @ROWS
+    def test_gradients(self, rows, device):
+        q, k, v = self.inputs(rows, 16, torch.float32, device)
+        v = torch.full_like(v, 1e38).requires_grad_()
+        out = attention((q * 0).requires_grad_(), k.requires_grad_(), v)
+        grads = torch.autograd.grad(out, (k, v), torch.full_like(out, 1e-3))
+        assert all(x.isfinite().all() for x in grads)
+        assert_close(grads[1], torch.full_like(v, rows / 16 * 1e-3))

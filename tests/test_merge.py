@@ -214,3 +214,12 @@ def test_gradcheck():
     outs, lses = [x[:, :, :-1] for x in outs], [x[:, :, :-1] for x in lses]
     leaves = [x.clone().requires_grad_() for x in (*outs, *lses)]
     assert torch.autograd.gradcheck(lambda *x: merge(x[:3], x[3:]), leaves)
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_large_outputs(count, device):
+    """Their mean does not overflow."""
+    for dtype in (torch.float32, torch.bfloat16):
+        outs = torch.full((count, 1, 2, 5, 24), 3.38e38, dtype=dtype, device=device)
+        out, _ = merge(outs, torch.zeros(count, 1, 2, 5, device=device))
+        assert_close(out, outs[0], rtol=3e-6 if dtype == torch.float32 else 0, atol=0)

@@ -3,6 +3,7 @@
 // states of these rows, which are merged in order.
 #pragma once
 
+#include "overflow.h"
 #include "scores.h"
 #include "tasks.h"
 
@@ -122,8 +123,9 @@ template <class T> class Decode {
       A factor(1);
       if (p.sinks.data) factor = merge(state, State<A>{p.sinks.at<A>(h), A(1)}).into;
       int64_t row = u.sequence.q_row + i;
-      narrow(states.acc + r * dim_v_padded, factor * inverse_sum(state), p.head_dim_v,
-             at<T>(p.out, u.sequence.q_batch, h, row), p.out.dim);
+      const A* acc = states.acc + r * dim_v_padded;
+      narrow(acc, factor * inverse_sum(state), p.head_dim_v, at<T>(p.out, u.sequence.q_batch, h, row), p.out.dim);
+      if (overflowed<T>(acc, p.head_dim_v)) recompute_row<T>(p, u.sequence, h, i);
       *at<A>(p.lse, u.sequence.q_batch, h, row) = lse(state);
       if (p.lse_error.data) *at<A>(p.lse_error, u.sequence.q_batch, h, row) = lse_error(state);
     }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kept.h"
+#include "overflow.h"
 #include "scores.h"
 #include "tasks.h"
 
@@ -145,9 +146,12 @@ template <class T> class Forward {
     }
     for (int64_t i = 0; i < u.queries; i += panel)
       transpose(states.acc + i * dim_v_padded, panel, dim_v_padded, panel, w.o_rows + i * dim_v_padded, dim_v_padded);
-    for (int64_t i = 0; i < u.queries; i++)
-      narrow(w.o_rows + i * dim_v_padded, states.l[i], p.head_dim_v,
-             at<T>(p.out, u.sequence.q_batch, u.h, u.sequence.q_row + u.i0 + i), p.out.dim);
+    for (int64_t i = 0; i < u.queries; i++) {
+      const A* acc = w.o_rows + i * dim_v_padded;
+      narrow(acc, states.l[i], p.head_dim_v, at<T>(p.out, u.sequence.q_batch, u.h, u.sequence.q_row + u.i0 + i),
+             p.out.dim);
+      if (overflowed<T>(acc, p.head_dim_v)) recompute_row<T>(p, u.sequence, u.h, u.i0 + i);
+    }
   }
 
  private:
