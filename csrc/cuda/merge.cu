@@ -5,12 +5,13 @@
 // 16 bytes at a time where every tensor allows it. Each team merges its share of the states, then the teams are merged.
 #include "elements.cuh"
 #include "launch.h"
+#include "overflow.cuh"
 #include "splits.h"
 
 namespace flashsoftmax::cuda {
 namespace {
 
-constexpr int64_t kThreads = 256, kWarp = 32;
+constexpr int64_t kThreads = 256;
 constexpr int64_t kFew = 16;   // states that a kernel takes in its parameters; more are passed in memory
 constexpr int64_t kAhead = 4;  // states that a thread loads together
 
@@ -48,6 +49,7 @@ template <class T> struct Row {
   __device__ void store(const MergeState& state, int64_t d, const float (&from)[width]) const {
     cuda::store(at(state.out), state.out.dim, d, dim, aligned, from);
   }
+  __device__ T& element(const MergeState& state, int64_t d) const { return at(state.out)[d * state.out.dim]; }
 
  private:
   __device__ T* at(const Tensor4& x) const { return static_cast<T*>(x.data) + x.offset(b, h, i); }
@@ -63,7 +65,7 @@ __device__ float sum_over_row(float x) {
 
 // States given as (out, lse).
 template <class T> struct GivenStates {
-  static constexpr int width = Row<T>::width, teams = 1;
+  static constexpr int width = Row<T>::width, teams = 1, kBlocksPerSM = kIsFloat<T> ? 4 : 2;
   MergeParams args;
   StateList list;
   bool aligned;
@@ -77,12 +79,31 @@ template <class T> struct GivenStates {
     row.store(args.output, d, from);
   }
   __device__ void store_lse(const Row<T>& row, const State<float>& total) const { row.lse(args.output) = lse(total); }
+  // Replaces elements of a row, from d on, that are infinite or NaN by sums whose weights have the sum 1.
+  __device__ void recompute(const Row<T>& row, int64_t d, const State<float>& total) const {
+    if constexpr (!kMayOverflow<T>) return;
+#pragma unroll 1
+    for (const int64_t end = min(d + width, args.dim); d < end; d++) {
+      T& element = row.element(args.output, d);
+      if (is_finite(static_cast<float>(element))) continue;
+      float sum = 0;
+#pragma unroll 1
+      for (int64_t n = 0; n < args.states; n++) {
+        const State<float> one = state(row, n);
+        if (one.l == 0) continue;
+        const float share = weight(one.m, total.m) * inverse_sum(total);
+        sum += share * static_cast<float>(row.element(list[n], d));
+      }
+      element = T(sum);
+    }
+  }
+  __device__ void recompute_rows(bool) const {}
 };
 
 // States that the splits of decode left, for an output of type T. The number of teams is fixed, so empty splits change
 // no bit, however many follow.
 template <class T> struct SplitStates {
-  static constexpr int width = 4, teams = 8;
+  static constexpr int width = 4, teams = 8, kBlocksPerSM = 4;
   AttentionParams args;
   Splits splits;
   bool aligned;  // the output
@@ -91,8 +112,9 @@ template <class T> struct SplitStates {
     int64_t index, b, h, i;
     bool exists;
   };
-  __device__ OutputRow row() const {
-    const int64_t index = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  // Row n of the block.
+  __device__ OutputRow row(unsigned n = threadIdx.y) const {
+    const int64_t index = int64_t(blockIdx.x) * blockDim.y + n;
     if (index >= splits.rows) return {};
     const int64_t i = index % args.seqlen_q, h = index / args.seqlen_q % args.heads_q;
     const int64_t b = index / args.seqlen_q / args.heads_q;
@@ -117,16 +139,30 @@ template <class T> struct SplitStates {
   __device__ void store_lse(const OutputRow& row, const State<float>& total) const {
     write_lse(args, row.b, row.h, row.i, total);
   }
+  __device__ void recompute(const OutputRow&, int64_t, const State<float>&) const {}
+  // Computes the rows of the block again from their keys, a warp per row, if a sum of this thread has overflowed.
+  __device__ void recompute_rows(bool overflowed) const {
+    if constexpr (kMayOverflow<T>) {
+      if (!__syncthreads_or(overflowed)) return;
+      const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+      for (unsigned n = thread / kWarp; n < blockDim.y; n += kThreads / kWarp) {
+        const int64_t index = row(n).index;
+        if (row(n).exists)
+          recompute_row<T>(args, index / args.seqlen_q / args.heads_q, row(n).h, index % args.seqlen_q, thread % kWarp);
+      }
+    }
+  }
 };
 
 // Grid: one block per kThreads / lanes / teams rows. Block: lanes x rows x teams.
 template <class States>
-__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ States states) {
+__global__ void __launch_bounds__(kThreads, States::kBlocksPerSM) merge_kernel(const __grid_constant__ States states) {
   constexpr int width = States::width, teams = States::teams;
   const auto row = states.row();
   const int64_t count = row.exists ? states.count() : 0, dim = states.dim();
   const unsigned team = threadIdx.z;
 
+  bool overflowed = false;
   for (int64_t d0 = 0; d0 == 0 || d0 < dim; d0 += blockDim.x * width) {
     const int64_t d = d0 + threadIdx.x * width;
     State<float> total;
@@ -168,10 +204,17 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 
     if (!row.exists || team != 0) continue;
     const float inverse = inverse_sum(total);
-    for (float& element : out) element *= inverse;
+    bool finite = true;
+    for (float& element : out) {
+      finite = finite && is_finite(element);
+      element *= inverse;
+    }
+    overflowed = overflowed || !finite;
     if (d < dim) states.store(row, d, out);
+    if (!finite) states.recompute(row, d, total);
     if (d == 0) states.store_lse(row, total);
   }
+  states.recompute_rows(overflowed);
 }
 
 // With w_n = e^(lse_n - m) / l, where (m, l) is the total of all states, and g_n = grad_out . out_n:

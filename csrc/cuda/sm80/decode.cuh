@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../elements.cuh"
+#include "../overflow.cuh"
 #include "../rows.cuh"
 #include "../scores.cuh"
 #include "launch.h"
@@ -30,6 +31,7 @@ struct DecodeBlock {
   TileRange visible;
   Visibility shown;  // to any of the rows of the key head
   bool readable;     // whether the pages of these keys exist; if not, the rows are NaN
+  bool overflowed;   // whether a sum of weighted values is not finite
 
   // Blocks with the same keys are neighbours.
   template <int kTile> __device__ __forceinline__ void locate(const DecodeParams& params, uint32_t index) {
@@ -48,6 +50,7 @@ struct DecodeBlock {
     last = begin < end ? static_cast<int>(end - j0) : 0;
     visible = TileRange::of<kTile>(seq.band, 0, seq.q_len, j0);
     shown = visibility(args, seq, b, kv_head * args.group(), args.group());
+    overflowed = false;
   }
 };
 
@@ -307,7 +310,7 @@ __device__ __forceinline__ void write_state(const DecodeParams& params, const De
 // Merges the states of the warps in order, and writes the result: four elements of a row per thread at a time. The sink
 // is the first state of the first split.
 template <class T, int kHeadDim, class Shape>
-__device__ __forceinline__ void merge_results(const DecodeParams& params, const DecodeBlock& block,
+__device__ __forceinline__ void merge_results(const DecodeParams& params, DecodeBlock& block,
                                               const DecodeResults<Shape>& results) {
   const AttentionParams& args = params.args;
   for (uint32_t n = threadIdx.x; n < results.rows * kHeadDim / 4; n += blockDim.x) {
@@ -325,6 +328,8 @@ __device__ __forceinline__ void merge_results(const DecodeParams& params, const 
 #pragma unroll
       for (int e = 0; e < 4; e++) acc[e] = acc[e] * factors.into + from[e] * factors.from;
     }
+    if constexpr (kMayOverflow<T>)  // inf * 0 is NaN
+      if (acc[0] * 0 + acc[1] * 0 + acc[2] * 0 + acc[3] * 0 != 0) block.overflowed = true;
     write_state<T>(params, block, row, column, total, acc);
   }
 }
@@ -417,6 +422,14 @@ __global__ void __launch_bounds__(DecodeShape<T, kHeadDim>::kMaxThreads, DecodeS
   store_results(results, ring.key_warp, row0, states, acc, block.readable);
   __syncthreads();
   merge_results<T, kHeadDim>(params, block, results);
+  if constexpr (kMayOverflow<T>) {
+    __syncthreads();
+    if (!block.overflowed || params.splits.count > 1) return;  // the merge of several splits does this itself
+    for (uint32_t n = warp_id(); n < rows; n += blockDim.x / kWarp) {
+      const DecodeRow row(params, block, n);
+      if (row.exists) recompute_row<T>(args, block.b, row.h, row.i, lane_id());
+    }
+  }
 }
 
 // scratch: decode_scratch(args) bytes

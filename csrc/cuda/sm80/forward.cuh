@@ -5,6 +5,7 @@
 
 #include "../elements.cuh"
 #include "../kept.cuh"
+#include "../overflow.cuh"
 #include "../rows.cuh"
 #include "../scores.cuh"
 #include "launch.h"
@@ -239,7 +240,12 @@ __global__ void __launch_bounds__(ForwardShape<T, kHeadDim>::kThreads, ForwardSh
     tile = next;
   }
   rows.finish(block.head.unit);
+  const bool overflowed = kMayOverflow<T> && !all_finite(acc);
   write_output<Shape>(params, task, block, q_smem, warp_row, acc, rows);
+  if constexpr (kMayOverflow<T>)
+    if (__any_sync(~0u, overflowed))
+      for (int64_t i = block.i0 + warp_row; i < min(block.i0 + warp_row + Shape::kWarpRows, block.i1); i++)
+        recompute_row<T>(args, task.b, task.h, i, lane_id());
 }
 
 template <int kHeadDim> void forward(const AttentionParams& args, void*, cudaStream_t stream) {
