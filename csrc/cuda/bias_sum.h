@@ -1,4 +1,4 @@
-// How the gradient of a bias that is broadcast is summed: an element of it is the sum of several dS.
+// How the gradient of a bias is summed: along an axis that is broadcast, an element of it is the sum of several dS.
 #pragma once
 
 #include "../params.h"
@@ -7,7 +7,7 @@ namespace flashsoftmax::cuda {
 
 struct BiasSum {
   int64_t sequences, heads, rows, keys;  // of the gradient: 1 along an axis that is broadcast
-  bool sums;                             // whether an element is the sum of several dS; otherwise it is one dS
+  bool wanted;                           // whether there is a gradient to be written
   // Blocks that share the sum of a tile. If there are several, each writes its own gradient to scratch memory. Their
   // number follows from sizes alone, so the order of a sum is the same on every GPU.
   int64_t parts = 1;
@@ -18,10 +18,8 @@ struct BiasSum {
         rows(args.grad_bias.row ? args.forward.rows_q : 1),
         keys(args.grad_bias.dim ? args.forward.seqlen_k : 1) {
     const AttentionParams& forward = args.forward;
-    sums =
-        args.grad_bias.data && forward.seqlen_k > 0 &&
-        (sequences < forward.sequences || heads < forward.heads_q || rows < forward.rows_q || keys < forward.seqlen_k);
-    if (!sums) return;
+    wanted = args.grad_bias.data && forward.seqlen_k > 0;
+    if (!wanted) return;
     // A bias with fewer than kTiles tiles of rows is cut into parts, to occupy the GPU. A part sums at least kTerms
     // tiles of dS, so all parts take at most 1 / kTerms of the memory of dS.
     constexpr int64_t kRows = 64, kTerms = 16, kTiles = 32;

@@ -351,10 +351,9 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
     }
   }
 
-  // Other scores: likewise, and writes the gradient of a bias that is not broadcast. For the gradient of a bias, dS is
-  // the derivative by the score; for the others, by the product scale * q.k.
+  // Other scores: likewise. For the gradient of a bias, dS is the derivative by the score; for the others, by the
+  // product scale * q.k.
   __device__ __forceinline__ void weigh(Scores& s, Scores& dp, bool& spoils) const {
-    const AttentionBackwardParams& args = params.args;
 #pragma unroll
     for (int r = 0; r < kStrips; r++) {
       const Range visible[2] = {visible_to(r, 0), visible_to(r, 1)};
@@ -368,10 +367,6 @@ template <class T, int kHeadDim, Wanted kWanted> struct BackwardScores {
         if (score == kHidden) return hide(x, ds, spoils);
         x = weight_in_row<T>(score, row.lse, row.lse_error);
         ds = x * (ds - row.delta);
-        if (kWanted == Wanted::query && args.grad_bias.data) {
-          float* to = static_cast<float*>(args.grad_bias.data) + args.grad_bias.offset(block.seq.q_batch, h, i);
-          to[(block.seq.first_key + j) * args.grad_bias.dim] = ds;
-        }
         if (!Shape::kSumsBias) ds *= block.head.score.content_slope(content);
       });
     }
@@ -550,7 +545,7 @@ template <class Shape> __device__ __forceinline__ bool is_hidden(const BackwardB
   return block.visible.map && map_verdict<Shape>(block, own0, own1, at) == Verdict::skip;
 }
 
-// The gradient of a bias that is broadcast. A block owns a tile of the gradient. It computes all tiles of dS that share
+// The gradient of a bias. A block owns a tile of the gradient. It computes all tiles of dS that share
 // this tile once more (along a broadcast axis all tiles, along another axis one) and adds them in order. If the sum is
 // cut into parts, the block makes one of them. Grid: sum.parts blocks per tile of kOwn queries and kOther keys. Block:
 // kThreads, each warp for kWarpRows queries.
@@ -670,10 +665,7 @@ template <int kHeadDim> void backward(const AttentionBackwardParams& args, void*
   const BiasSum bias(args);
   for_dtype("query", args.forward.dtype, [&](auto element) {
     using T = decltype(element);
-    if (bias.sums) {
-      launch_bias_gradient<T, kHeadDim>(params, bias, stream);
-      params.args.grad_bias.data = nullptr;
-    }
+    if (bias.wanted) launch_bias_gradient<T, kHeadDim>(params, bias, stream);
     launch_backward<T, kHeadDim, Wanted::query>(params, stream);
     if constexpr (kHeadDim <= 128) {
       launch_backward<T, kHeadDim, Wanted::key_and_value>(params, stream);
