@@ -19,7 +19,8 @@ graphs), run flashsoftmax's kernels:
 
 Results have the strides of torch's own kernels, and the kernels write them there directly. Calls that flashsoftmax does
 not take go to torch's own kernel: :func:`fallbacks` counts them, and the first of each kind is logged. A forward with
-flashsoftmax may be followed by a backward without it, and the other way round.
+flashsoftmax may be followed by a backward without it, and the other way round. Torch passes the backward lse alone,
+rounded to float32: where lse is large, gradients are less accurate than those of ``flashsoftmax.attention``.
 
 Causal masks keep the meaning that each operator has in torch: ``scaled_dot_product_attention`` aligns the first query
 with the first key, ``varlen_attn`` the last query with the last key.
@@ -337,7 +338,7 @@ def _unsupported(operator: str, device: str, values: dict[str, Any]) -> str | No
         return f"head_dim is over {MAX_HEAD_DIM}"
     if query.size(-1) != value.size(-1):
         return "the head_dim of value is not that of query"
-    return build.cuda_reason() if device == "CUDA" else None
+    return None
 
 
 def _kernel(operator: str, device: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,10 +347,11 @@ def _kernel(operator: str, device: str, function: Callable[..., Any]) -> Callabl
     arguments = [x.name for x in getattr(torch.ops.aten, operator).default._schema.arguments]
     exists = torch._C._dispatch_has_kernel_for_dispatch_key(name, device)
     own = torch.library.get_kernel(name, device) if exists else None
+    not_built = build.cuda_reason() if device == "CUDA" else None
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         values = dict(zip(arguments, args, strict=False)) | kwargs
-        reason = _unsupported(operator, device, values)
+        reason = not_built or _unsupported(operator, device, values)
         if reason is None:
             return function(*args, **kwargs)
         if own is None:
@@ -380,4 +382,9 @@ class _Registration:
         self._library._destroy()
 
 
+if not hasattr(registry, "restore_flash_attention_impl"):
+    raise ImportError(
+        f"flashsoftmax.integrations.torch: torch {torch.__version__} has no restore_flash_attention_impl in "
+        "torch.nn.attention, wanted a later torch"
+    )
 registry.register_flash_attention_impl(NAME, register_fn=_Registration)
