@@ -234,6 +234,8 @@ class TestValues:
             sdpa(q, k.double(), v)
         with pytest.raises(RuntimeError, match="is_causal"):
             sdpa(q, k, v, torch.ones(5, 5, dtype=torch.bool), is_causal=True)
+        with pytest.raises(RuntimeError, match="Accept only 4 dims"):
+            FORWARD(q[0], k[0], v[0])
 
 
 class TestLayouts:

@@ -332,6 +332,8 @@ def _unsupported(operator: str, device: str, values: dict[str, Any]) -> str | No
         return "dropout_p is not 0"
     if values.get("return_debug_mask"):
         return "return_debug_mask is True"
+    if operator not in _VARLEN and query.dim() != 4:
+        return "query does not have 4 dimensions"
     if query.dtype == torch.float64 and (device == "CUDA" or operator in _VARLEN):
         return "the dtype is float64"
     if max(x.size(-1) for x in (query, key, value)) > MAX_HEAD_DIM:
