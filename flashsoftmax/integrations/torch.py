@@ -19,8 +19,8 @@ graphs), run flashsoftmax's kernels:
 
 Results have the strides of torch's own kernels, and the kernels write them there directly. Calls that flashsoftmax does
 not take go to torch's own kernel: :func:`fallbacks` counts them, and the first of each kind is logged. A forward with
-flashsoftmax may be followed by a backward without it, and the other way round. Torch passes the backward lse alone,
-without what rounding took from it: where lse is large, gradients are less accurate than those of ``flashsoftmax.attention``.
+flashsoftmax may be followed by a backward without it, and the other way round. The backward gets lse as torch keeps it,
+rounded, so where lse is large, gradients are less accurate than those of ``flashsoftmax.attention``.
 
 Causal masks keep the meaning that each operator has in torch: ``scaled_dot_product_attention`` aligns the first query
 with the first key, ``varlen_attn`` the last query with the last key.
