@@ -19,7 +19,8 @@ graphs), run flashsoftmax's kernels:
 
 Results have the strides of torch's own kernels, and the kernels write them there directly. Calls that flashsoftmax does
 not take go to torch's own kernel: :func:`fallbacks` counts them, and the first of each kind is logged. A forward with
-flashsoftmax may be followed by a backward without it, and the other way round.
+flashsoftmax may be followed by a backward without it, and the other way round. The backward gets lse as torch keeps it,
+rounded, so where lse is large, gradients are less accurate than those of ``flashsoftmax.attention``.
 
 Causal masks keep the meaning that each operator has in torch: ``scaled_dot_product_attention`` aligns the first query
 with the first key, ``varlen_attn`` the last query with the last key.
@@ -331,13 +332,15 @@ def _unsupported(operator: str, device: str, values: dict[str, Any]) -> str | No
         return "dropout_p is not 0"
     if values.get("return_debug_mask"):
         return "return_debug_mask is True"
+    if operator not in _VARLEN and query.dim() != 4:
+        return "query does not have 4 dimensions"
     if query.dtype == torch.float64 and (device == "CUDA" or operator in _VARLEN):
         return "the dtype is float64"
     if max(x.size(-1) for x in (query, key, value)) > MAX_HEAD_DIM:
         return f"head_dim is over {MAX_HEAD_DIM}"
     if query.size(-1) != value.size(-1):
         return "the head_dim of value is not that of query"
-    return build.cuda_reason() if device == "CUDA" else None
+    return None
 
 
 def _kernel(operator: str, device: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,10 +349,11 @@ def _kernel(operator: str, device: str, function: Callable[..., Any]) -> Callabl
     arguments = [x.name for x in getattr(torch.ops.aten, operator).default._schema.arguments]
     exists = torch._C._dispatch_has_kernel_for_dispatch_key(name, device)
     own = torch.library.get_kernel(name, device) if exists else None
+    not_built = build.cuda_reason() if device == "CUDA" else None
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         values = dict(zip(arguments, args, strict=False)) | kwargs
-        reason = _unsupported(operator, device, values)
+        reason = not_built or _unsupported(operator, device, values)
         if reason is None:
             return function(*args, **kwargs)
         if own is None:
@@ -380,4 +384,9 @@ class _Registration:
         self._library._destroy()
 
 
+if not hasattr(registry, "restore_flash_attention_impl"):
+    raise ImportError(
+        f"flashsoftmax.integrations.torch: torch {torch.__version__} has no restore_flash_attention_impl in "
+        "torch.nn.attention, wanted a later torch"
+    )
 registry.register_flash_attention_impl(NAME, register_fn=_Registration)
