@@ -33,6 +33,10 @@ constexpr float kHeadroom = 0x1p-32f;
 // What the recurrence and the scores ask of a scalar; cpu/vec.h has the same for vectors.
 FLASHSOFTMAX_INLINE float exp(float x) { return ::expf(x); }
 FLASHSOFTMAX_INLINE double exp(double x) { return ::exp(x); }
+// e^x in float, for a state of doubles.
+struct FloatExp {
+  FLASHSOFTMAX_INLINE double operator()(double x) const { return exp(static_cast<float>(x)); }
+};
 FLASHSOFTMAX_INLINE float log(float x) { return ::logf(x); }
 FLASHSOFTMAX_INLINE double log(double x) { return ::log(x); }
 FLASHSOFTMAX_INLINE float tanh(float x) { return ::tanhf(x); }

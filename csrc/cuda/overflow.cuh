@@ -18,11 +18,6 @@ template <int kStrips, int kColumns> __device__ __forceinline__ bool all_finite(
   return zeros == 0;
 }
 
-// e^x in float, for a state of doubles.
-struct FloatExp {
-  __device__ __forceinline__ double operator()(double x) const { return ::expf(static_cast<float>(x)); }
-};
-
 // The score of key j, by all lanes of a warp.
 template <class T>
 __device__ __forceinline__ float score_of_key(const AttentionParams& args, const Sequence& seq, int64_t h, int64_t i,
