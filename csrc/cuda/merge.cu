@@ -81,9 +81,9 @@ template <class T> struct GivenStates {
   __device__ void store_lse(const Row<T>& row, const State<float>& total) const { row.lse(args.output) = lse(total); }
   // Replaces elements of a row, from d on, that are infinite or NaN by sums whose weights have the sum 1.
   __device__ void recompute(const Row<T>& row, int64_t d, const State<float>& total) const {
-    if constexpr (!kMayOverflow<T>) return;
+    const int64_t end = kMayOverflow<T> ? min(d + width, args.dim) : d;
 #pragma unroll 1
-    for (const int64_t end = min(d + width, args.dim); d < end; d++) {
+    for (; d < end; d++) {
       T& element = row.element(args.output, d);
       if (is_finite(static_cast<float>(element))) continue;
       float sum = 0;
