@@ -101,8 +101,10 @@ def trades(work: Work, holder: int, backward: bool) -> Iterator[Messages]:
         yield {(base + s, base + r): rows[s] * (heads[r][1] - heads[r][0]) * row for s, r in pairs}
     for heads in to_rows:
         yield {(base + s, base + r): rows[r] * (heads[s][1] - heads[s][0]) * row for s, r in pairs}
-    if not backward:  # lse
-        row = work.batch * max(size, 4)
+    row = work.batch * max(size, 4)  # of lse, and of its gradient
+    if backward:
+        yield {(base + s, base + r): rows[s] * (queries[r][1] - queries[r][0]) * row for s, r in pairs}
+    else:
         yield {(base + s, base + r): rows[r] * (queries[s][1] - queries[s][0]) * row for s, r in pairs}
 
 
