@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import ARGUMENTS
+from .library import ARGUMENTS, statistics
 from .options import PER_HEAD
 
 MAX_HEAD_DIM = 256
@@ -25,10 +25,6 @@ def _check(condition: Any, message: str) -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _statistics(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _check_device(name: str, x: Tensor, like: Tensor) -> None:
@@ -142,14 +138,14 @@ def _check_attention(values: dict[str, Any]) -> None:
             _check_lengths(name, values[name], 1, query)
             _check_shape(name, values[name], (sequences,))
 
-    _check_numbers(values, _statistics(query))
+    _check_numbers(values, statistics(query.dtype))
     if (seed := values["dropout_seed"]) is not None:
         _check_like("dropout_seed", seed, (2,), query, torch.int64)
     for name in PER_HEAD:
         if values[name] is not None:
             per_sequence = name == "alibi_slopes" and values[name].dim() == 2
             shape = (sequences, query.size(1)) if per_sequence else (query.size(1),)
-            _check_like(name, values[name], shape, query, _statistics(query))
+            _check_like(name, values[name], shape, query, statistics(query.dtype))
     for name, dtypes, wanted in (("attn_mask", (torch.bool,), "bool"), ("attn_bias", FLOATING, "a floating dtype")):
         x = values[name]
         if x is None:
@@ -184,14 +180,14 @@ def _check_output(name: str, x: Tensor, shape: tuple[Any, ...], like: Tensor, dt
 def _check_backward(values: dict[str, Any]) -> None:
     _check_attention(values)
     query, lse = values["query"], values["lse"]
-    rows, statistics = tuple(query.shape[:3]), _statistics(query)
+    rows, lse_dtype = tuple(query.shape[:3]), statistics(query.dtype)
     out_shape = (*rows, values["value"].size(3))
     _check_like("out", values["out"], out_shape, query, query.dtype)
-    _check_like("lse", lse, rows, query, statistics)
+    _check_like("lse", lse, rows, query, lse_dtype)
     for name, shape, dtype in (
-        ("lse_error", rows, statistics),
+        ("lse_error", rows, lse_dtype),
         ("grad_out", out_shape, query.dtype),
-        ("grad_lse", rows, statistics),
+        ("grad_lse", rows, lse_dtype),
     ):
         if values[name] is not None:
             _check_like(name, values[name], shape, query, dtype)
@@ -213,7 +209,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     values = dict(zip(ARGUMENTS["attention"], args, strict=True))
     _check_attention(values)
     query: Tensor = values["query"]
-    lse, lse_error = (query.new_empty(query.shape[:3], dtype=_statistics(query)) for _ in range(2))
+    lse, lse_error = (query.new_empty(query.shape[:3], dtype=statistics(query.dtype)) for _ in range(2))
     return _empty_like_layout(query, values["value"].size(3)), lse, lse_error
 
 
@@ -223,7 +219,7 @@ def _(*args: Any) -> None:
     _check_attention(values)
     query, rows = values["query"], tuple(values["query"].shape[:3])
     _check_output("out", values["out"], (*rows, values["value"].size(3)), query, query.dtype)
-    _check_output("lse", values["lse"], rows, query, _statistics(query))
+    _check_output("lse", values["lse"], rows, query, statistics(query.dtype))
 
 
 @torch.library.register_fake("flashsoftmax::attention_backward")
@@ -250,7 +246,7 @@ def _check_states(outs: list[Tensor], lses: list[Tensor]) -> None:
     for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         _check(out.dim() == 4, f"outs[{n}]: {out.dim()} dimensions, wanted 4")
         _check_like(f"outs[{n}]", out, tuple(outs[0].shape), outs[0], outs[0].dtype)
-        _check_like(f"lses[{n}]", lse, tuple(outs[0].shape[:3]), outs[0], _statistics(outs[0]))
+        _check_like(f"lses[{n}]", lse, tuple(outs[0].shape[:3]), outs[0], statistics(outs[0].dtype))
     dtype = outs[0].dtype
     _check(dtype in FLOATING, f"outs[0]: dtype {_name(dtype)}, wanted float16, bfloat16, float32 or float64")
 
@@ -281,7 +277,7 @@ def _check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         _check(table.dim() == 2, f"{name}: {table.dim()} dimensions, wanted 2")
         _check_like(name, table, tuple(cos.shape), x, cos.dtype)
-    dtypes = (x.dtype, _statistics(x))
+    dtypes = (x.dtype, statistics(x.dtype))
     message = f"rotary_cos: dtype {_name(cos.dtype)}, wanted {_name(dtypes[0])} or {_name(dtypes[1])}"
     _check(cos.dtype in dtypes, message)
     message = f"rotary_cos: {cos.size(1)} columns, wanted at most half of head_dim, {x.size(3)}"

@@ -35,6 +35,21 @@ ARGUMENTS = {name: tuple(x.name for x in op._schema.arguments) for name, op in O
 """The names of each operator's arguments, in the order of its schema."""
 
 
+OMITTED = {"max_seqlen_q": 0, "max_seqlen_k": 0, "softcap": 0.0, "dropout_p": 0.0, "bias_grad": False}
+"""The values of omitted arguments of which None is not allowed."""
+
+
+def listed(name: str, arguments: dict[str, Any]) -> list[Any]:
+    """An operator's arguments in the order of its schema. Omitted ones are None, or as in OMITTED."""
+    values = OMITTED | arguments
+    return [values.get(x) for x in ARGUMENTS[name]]
+
+
+def statistics(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse, of all sums, and of what is added to scores: float32, for float64 float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def flattened(args: Iterable[Any]) -> list[Any]:
     """The arguments, with the elements of a list or tuple in its place."""
     return [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import autocast, autograd, batching, fake, flops, sharding
 from .dropout import draw_seed
-from .library import ARGUMENTS, OPERATORS
+from .library import ARGUMENTS, OPERATORS, listed
 
 __all__ = ["append_kv", "attention", "autocast", "autograd", "batching", "fake", "flops", "merge", "rotary", "sharding"]
 
@@ -27,13 +27,13 @@ def attention_exact(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if drops and arguments.get("dropout_seed") is None:
         seed = sharding.replicated(draw_seed(arguments["query"].device), arguments["query"])
         arguments = arguments | {"dropout_seed": seed}
-    found: tuple[Tensor, Tensor, Tensor] = autograd.call(autograd.Attention, *_listed("attention", arguments))
+    found: tuple[Tensor, Tensor, Tensor] = autograd.call(autograd.Attention, *listed("attention", arguments))
     return found
 
 
 def attention_backward(**arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of query, key, value, attn_mask and sinks. Omitted arguments as in attention."""
-    found: tuple[Tensor, ...] = autograd.call(autograd.AttentionBackward, *_listed("attention_backward", arguments))
+    found: tuple[Tensor, ...] = autograd.call(autograd.AttentionBackward, *listed("attention_backward", arguments))
     return found
 
 
@@ -55,8 +55,3 @@ def rotary(query: Tensor, **arguments: Any) -> Tensor:
     """The operator rotary: query with rotary embedding."""
     result: Tensor = OPERATORS["rotary"](query, *(arguments[name] for name in ARGUMENTS["rotary"][1:]))
     return result
-
-
-def _listed(name: str, arguments: dict[str, Any]) -> list[Any]:
-    values = {"max_seqlen_q": 0, "max_seqlen_k": 0, "dropout_p": 0.0} | arguments
-    return [values.get(x) for x in ARGUMENTS[name]]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .library import flattened
+from .library import flattened, statistics
 
 Window: TypeAlias = tuple[int | None, int | None]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -75,10 +75,9 @@ def complete(query: Tensor, options: Options) -> dict[str, Any]:
             raise TypeError(f"{name}: not an option; the options are {', '.join(NAMES)}")
     left, right = _bounds(options.get("window"))
     scale, softcap = check_float("scale", options.get("scale")), check_float("softcap", options.get("softcap"))
-    head_dim = query.size(-1) if query.dim() else 1
     return {
         **{name: _per_head(name, options.get(name), query) for name in PER_HEAD},
-        "scale": 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else scale,
+        "scale": default_scale(query) if scale is None else scale,
         "softcap": 0.0 if softcap is None else softcap,
         "window_left": left,
         "window_right": 0 if _check_bool("causal", options.get("causal", False)) else right,
@@ -88,6 +87,11 @@ def complete(query: Tensor, options: Options) -> dict[str, Any]:
         "dropout_p": check_float("dropout_p", options.get("dropout_p")) or 0.0,
         "dropout_seed": _check_seed(options.get("dropout_seed")),
     }
+
+
+def default_scale(query: Tensor) -> float:
+    """1 / sqrt(head_dim)"""
+    return 1.0 / math.sqrt(max(query.size(-1) if query.dim() else 1, 1))
 
 
 def check_int(name: str, x: object) -> Any:
@@ -164,9 +168,9 @@ def _per_head(name: str, x: object, query: Tensor) -> Tensor | None:
         return None
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: {type(x).__name__}, wanted a Tensor")
-    statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
-    if x.dtype not in (statistics, torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"{name}: dtype {x.dtype}, wanted {statistics}, or float16 or bfloat16")
+    wanted = statistics(query.dtype)
+    if x.dtype not in (wanted, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{name}: dtype {x.dtype}, wanted {wanted}, or float16 or bfloat16")
     if name == "alibi_slopes" and x.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes: requires_grad is True, wanted False (or no_grad): slopes have no gradient")
-    return x.to(statistics)
+    return x.to(wanted)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
+from ..library import statistics
 from ..options import Window, complete
 from . import heads
 from .exchange import Arrival, Wire, reporting
@@ -141,8 +142,8 @@ def _prepare(query: Any, key: Any, value: Any, plan: ShardPlan, causal: bool, wi
         options = complete(query, {**given, "alibi_slopes": alibi_slopes, "sinks": sinks})  # type: ignore[typeddict-item]
         for name in ("alibi_slopes", "sinks"):
             x = options[name]
-            if x is not None and (x.dim() != 1 or x.size(0) != _heads(query, plan)):
-                raise ValueError(f"{name}: shape {list(x.shape)}, wanted [{_heads(query, plan)}]")
+            if x is not None and (x.dim() != 1 or x.size(0) != query.size(1)):
+                raise ValueError(f"{name}: shape {list(x.shape)}, wanted [{query.size(1)}]")
         left, right = options["window_left"], options["window_right"]
         run = _Run(
             plan,
@@ -259,7 +260,7 @@ def _backward(
             rows = [None if x is None else x[:, :, call.queries] for x in (grad_out, grad_lse, *results)]
             arguments = {**dict(zip(names, rows, strict=True)), **run.options, "alibi_slopes": alibi_slopes}
             arguments |= {**_operands(query, buffers, call), "sinks": sinks if call.leaf == DIAGONAL else None}
-            dq, dk, dv, _, ds = ops.attention_backward(**arguments, bias_grad=False)
+            dq, dk, dv, _, ds = ops.attention_backward(**arguments)
             grad_query[:, :, call.queries] += dq
             gradients.add(call.keys, dk, dv)
             if grad_sinks is not None and call.leaf == DIAGONAL:
@@ -333,7 +334,7 @@ class _Gradients:
     def __init__(self, plan: ShardPlan, schedule: Schedule, buffers: _Buffers) -> None:
         self.plan, self.schedule, self.buffers = plan, schedule, buffers
         self.like = buffers.pairs[OWN]
-        self.dtype = torch.promote_types(self.like[0].dtype, torch.float32)
+        self.dtype = statistics(self.like[0].dtype)
         self.pairs = {OWN: self._zeros(self.like[0].size(0))}
         self.arrived: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
 
@@ -434,18 +435,14 @@ def _whole(parts: list[tuple[slice, State]], rows: int) -> State:
 
 
 def _empty(rows: tuple[int, ...], value: Tensor) -> State:
-    dtype = torch.promote_types(value.dtype, torch.float32)
+    dtype = statistics(value.dtype)
     lse = value.new_full(rows, -torch.inf, dtype=dtype)
     return State(value.new_zeros(*rows, value.size(3), dtype=dtype), lse, torch.zeros_like(lse))
 
 
-def _heads(query: Tensor, plan: ShardPlan) -> int:
-    return query.size(-2) if plan.packed else query.size(1)
-
-
 def _check_shapes(query: Any, key: Any, value: Any, plan: ShardPlan) -> None:
     layout = "[rows, heads, head_dim]" if plan.packed else "[B, heads, rows, head_dim]"
-    dims, rows_axis, heads_axis = (3, 0, 1) if plan.packed else (4, 2, 1)
+    dims, rows_axis = (3, 0) if plan.packed else (4, 2)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: {type(x).__name__}, wanted a Tensor")
@@ -459,9 +456,9 @@ def _check_shapes(query: Any, key: Any, value: Any, plan: ShardPlan) -> None:
             raise ValueError(f"{name}: device {x.device}, wanted {query.device} as query")
     if query.device.type not in plan.devices:
         raise ValueError(f"query: device {query.device}, wanted one that the group serves: {sorted(plan.devices)}")
-    queries, keys = query.size(heads_axis), key.size(heads_axis)
-    if value.size(heads_axis) != keys:
-        raise ValueError(f"value: {value.size(heads_axis)} heads, wanted {keys} as key")
+    queries, keys = query.size(1), key.size(1)
+    if value.size(1) != keys:
+        raise ValueError(f"value: {value.size(1)} heads, wanted {keys} as key")
     if keys == 0 or queries % keys:
         raise ValueError(f"key: {keys} heads, wanted a divisor of the {queries} heads of query")
     if queries < plan.ulysses:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..library import statistics
 from .exchange import Arrival, Wire
 from .layout import cut
 from .plan import ShardPlan
@@ -113,8 +114,7 @@ def _joined(parts: list[Tensor], heads: list[Range]) -> Tensor:
     if all(a[1] == b[0] for a, b in pairwise(heads)):
         return torch.cat(parts, 2)
     x = parts[0]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    total = x.new_zeros(x.size(0), x.size(1), heads[-1][1], x.size(3), dtype=dtype)
+    total = x.new_zeros(x.size(0), x.size(1), heads[-1][1], x.size(3), dtype=statistics(x.dtype))
     for part, (first, end) in zip(parts, heads, strict=True):
         total[:, :, first:end] += part
     return total.to(x.dtype)

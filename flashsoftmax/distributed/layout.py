@@ -50,8 +50,8 @@ class Layout:
 
     zigzag: each document is cut into 2 * holders chunks, and holder r has chunk r and chunk 2 * holders - 1 - r, so
     that causal attention is the same work for all. contiguous: the packed documents are cut into one piece per holder.
-    Chunk i of c begins at row i * length // c. In zigzag it begins at (i * length + d % c) // c, where d is the number of
-    the document: without d, all documents of one row would be in the last chunk, and so on one holder.
+    Chunk i of c begins at row i * length // c. In zigzag it begins at (i * length + d % c) // c, where d is the number
+    of the document: without d, all documents of one row would be in the last chunk, and so on one holder.
     """
 
     lengths: tuple[int, ...]

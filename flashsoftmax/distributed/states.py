@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention import merge as merge_states
+from ..library import statistics
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class State:
 
 def merge_exact(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, lse_error) of states with lses in float64."""
-    statistics = torch.promote_types(outs[0].dtype, torch.float32)
+    dtype = statistics(outs[0].dtype)
     level = functools.reduce(torch.maximum, lses)
     level = level.masked_fill(level.isinf(), 0)
-    out, relative = merge_states(outs, [(x - level).to(statistics) for x in lses])
+    out, relative = merge_states(outs, [(x - level).to(dtype) for x in lses])
     exact = relative.double() + level
-    lse = exact.to(statistics)
-    return out, lse, (exact - lse.double()).masked_fill(lse.isinf(), 0).to(statistics)
+    lse = exact.to(dtype)
+    return out, lse, (exact - lse.double()).masked_fill(lse.isinf(), 0).to(dtype)
 
 
 class Tree:

@@ -41,7 +41,8 @@ from torch.nn import attention as registry
 
 from .. import build
 from ..fake import MAX_HEAD_DIM
-from ..library import ARGUMENTS, OPERATORS
+from ..library import OPERATORS, listed, statistics
+from ..options import default_scale
 
 __all__ = ["NAME", "disable", "enable", "enabled", "fallbacks"]
 
@@ -88,12 +89,11 @@ def fallbacks() -> dict[str, int]:
 
 def _run(operator: str, **arguments: Any) -> Any:
     """Calls an operator of flashsoftmax. Omitted arguments are None, or 0 if None is not allowed."""
-    values = {"max_seqlen_q": 0, "max_seqlen_k": 0, "softcap": 0.0, "dropout_p": 0.0, "bias_grad": False} | arguments
-    return OPERATORS[operator](*(values.get(name) for name in ARGUMENTS[operator]))
+    return OPERATORS[operator](*listed(operator, arguments))
 
 
 def _scale(query: Tensor, scale: float | None) -> float:
-    return 1.0 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
+    return default_scale(query) if scale is None else scale
 
 
 def _masks(attn_mask: Tensor | None) -> dict[str, Tensor]:
@@ -129,8 +129,7 @@ def _sdpa_cpu(
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(query)
     batch, heads, rows, _ = query.shape
-    statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = query.new_empty((batch, rows, heads), dtype=statistics).transpose(1, 2)
+    lse = query.new_empty((batch, rows, heads), dtype=statistics(query.dtype)).transpose(1, 2)
     operands = {"query": query, "key": key, "value": value, "out": out, "lse": lse}
     _run("attention_out", **operands, **_masks(attn_mask), **_top_left(is_causal), scale=_scale(query, scale))
     if attn_mask is not None:
