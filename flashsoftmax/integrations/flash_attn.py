@@ -341,10 +341,7 @@ def flash_attn_with_kvcache(
     elif rotary_cos is not None or rotary_sin is not None:
         raise ValueError("rotary_cos, rotary_sin: given without k and v, wanted with them")
 
-    if table is None:
-        out, lse = attention(query, key_cache, value_cache, kv_lens=lens, return_lse=True, **options)
-    else:
-        out, lse = attention_paged(query, k_cache, v_cache, table, lens, return_lse=True, **options)
+    out, lse = _attend(query, k_cache, v_cache, table, lens, options)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
 
@@ -404,6 +401,16 @@ def _lengths(q: Tensor, cache_seqlens: int | Tensor | None, otherwise: int | Non
     return torch.full((q.size(0),), length, dtype=torch.int64, device=q.device)
 
 
+def _attend(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor | None, kv_lens: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of query [B, H, S, D] on a cache: contiguous, or pages if there is a table."""
+    if table is not None:
+        return attention_paged(query, k_cache, v_cache, table, kv_lens, return_lse=True, **options)
+    key, value = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    return attention(query, key, value, kv_lens=kv_lens, return_lse=True, **options)
+
+
 def _check_before_append(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor | None, kv_lens: Tensor, options: dict[str, Any]
 ) -> None:
@@ -412,10 +419,7 @@ def _check_before_append(
     It is that call without heads: the operator checks lengths, pages and options, and computes nothing.
     """
     heads = {name: x[..., :0] for name in ("alibi_slopes", "sinks") if isinstance(x := options[name], Tensor)}
-    if table is None:
-        attention(query[:, :0], k_cache.transpose(1, 2), v_cache.transpose(1, 2), kv_lens=kv_lens, **options | heads)
-    else:
-        attention_paged(query[:, :0], k_cache, v_cache, table, kv_lens, **options | heads)
+    _attend(query[:, :0], k_cache, v_cache, table, kv_lens, options | heads)
 
 
 class _Distribution(importlib.metadata.Distribution):
