@@ -20,8 +20,8 @@ Window: TypeAlias = tuple[int | None, int | None]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Options(TypedDict, total=False):
-    """Keyword options of attention, attention_varlen and attention_paged. attention's docstring explains each.
+class ScoreOptions(TypedDict, total=False):
+    """Keyword options of every function of attention, those over ranks too. attention's docstring explains each.
 
     Numbers may be Python's, numpy's, tensors of one element, or symbolic.
     """
@@ -32,6 +32,11 @@ class Options(TypedDict, total=False):
     softcap: SupportsFloat | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+
+
+class Options(ScoreOptions, total=False):
+    """Keyword options of attention, attention_varlen and attention_paged."""
+
     q_offset: SupportsIndex | None
     kv_starts: Tensor | None
     split_size: SupportsIndex | None
@@ -39,17 +44,18 @@ class Options(TypedDict, total=False):
     dropout_seed: Tensor | None
 
 
+SCORE_NAMES = tuple(ScoreOptions.__annotations__)
 NAMES = tuple(Options.__annotations__)
 PER_HEAD = ("alibi_slopes", "sinks")
 """Options that are a tensor [Hq]; alibi_slopes may be [B, Hq]."""
 
 
-def entry_point(function: Function) -> Function:
-    """Decorates a public function: __torch_function__ sees its calls, and its signature lists all options."""
+def entry_point(function: Function, options: type = Options) -> Function:
+    """Decorates a public function: __torch_function__ sees its calls, and its signature lists all its options."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     if len(parameters) < len(signature.parameters):
-        for name, hint in Options.__annotations__.items():
+        for name, hint in options.__annotations__.items():
             default = False if name == "causal" else None
             shown = getattr(hint, "__forward_arg__", hint)
             parameters.append(
@@ -68,11 +74,11 @@ def entry_point(function: Function) -> Function:
     return wrapper  # type: ignore[return-value]
 
 
-def complete(query: Tensor, options: Options) -> dict[str, Any]:
-    """Converts the options to the operator's arguments."""
+def complete(query: Tensor, options: Options | ScoreOptions, names: tuple[str, ...] = NAMES) -> dict[str, Any]:
+    """Converts the options to the operator's arguments. names: those that the caller takes."""
     for name in options:
-        if name not in NAMES:
-            raise TypeError(f"{name}: not an option; the options are {', '.join(NAMES)}")
+        if name not in names:
+            raise TypeError(f"{name}: not an option; the options are {', '.join(names)}")
     left, right = _bounds(options.get("window"))
     scale, softcap = check_float("scale", options.get("scale")), check_float("softcap", options.get("softcap"))
     return {

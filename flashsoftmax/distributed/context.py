@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsFloat, overload
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import ops
 from ..library import statistics
-from ..options import Window, complete
+from ..options import PER_HEAD, SCORE_NAMES, ScoreOptions, complete, entry_point
 from . import heads
 from .exchange import Arrival, Wire, reporting
 from .layout import UNBOUNDED
@@ -31,13 +33,8 @@ def context_attention(
     value: Tensor,
     plan: ShardPlan,
     *,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: SupportsFloat | None = None,
-    softcap: SupportsFloat | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     return_lse: Literal[False] = False,
+    **options: Unpack[ScoreOptions],
 ) -> Tensor: ...
 @overload
 def context_attention(
@@ -46,27 +43,18 @@ def context_attention(
     value: Tensor,
     plan: ShardPlan,
     *,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: SupportsFloat | None = None,
-    softcap: SupportsFloat | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     return_lse: Literal[True],
+    **options: Unpack[ScoreOptions],
 ) -> tuple[Tensor, Tensor]: ...
+@partial(entry_point, options=ScoreOptions)
 def context_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     plan: ShardPlan,
     *,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: SupportsFloat | None = None,
-    softcap: SupportsFloat | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     return_lse: bool = False,
+    **options: Unpack[ScoreOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks. Every rank of the plan calls it.
 
@@ -97,7 +85,7 @@ def context_attention(
         GPUs, where that would stop the stream, this is checked by the plan's first call only, or by all with
         FLASHSOFTMAX_CHECK=1. RuntimeError: another rank did not send its part within the timeout of the group.
     """
-    run = _prepare(query, key, value, plan, causal, window, scale, softcap, alibi_slopes, sinks)
+    run = _prepare(query, key, value, plan, options)
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -130,27 +118,25 @@ class _Run:
         return schedule
 
 
-def _prepare(query: Any, key: Any, value: Any, plan: ShardPlan, causal: bool, window: Any, *rest: Any) -> _Run:
+def _prepare(query: Any, key: Any, value: Any, plan: ShardPlan, options: ScoreOptions) -> _Run:
     """Checks the arguments. If one is wrong on any rank, all ranks raise."""
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan: {type(plan).__name__}, wanted a ShardPlan of shard_plan")
-    scale, softcap, alibi_slopes, sinks = rest
     problem, signature = None, ""
     try:
         _check_shapes(query, key, value, plan)
-        given = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
-        options = complete(query, {**given, "alibi_slopes": alibi_slopes, "sinks": sinks})  # type: ignore[typeddict-item]
-        for name in ("alibi_slopes", "sinks"):
-            x = options[name]
+        completed = complete(query, options, SCORE_NAMES)
+        for name in PER_HEAD:
+            x = completed[name]
             if x is not None and (x.dim() != 1 or x.size(0) != query.size(1)):
                 raise ValueError(f"{name}: shape {list(x.shape)}, wanted [{query.size(1)}]")
-        left, right = options["window_left"], options["window_right"]
+        left, right = completed["window_left"], completed["window_right"]
         run = _Run(
             plan,
             (UNBOUNDED if left is None else left, UNBOUNDED if right is None else right),
-            {"scale": options["scale"], "softcap": options["softcap"]},
-            options["sinks"],
-            options["alibi_slopes"],
+            {"scale": completed["scale"], "softcap": completed["softcap"]},
+            completed["sinks"],
+            completed["alibi_slopes"],
         )
         signature = _signature(query, key, value, run)
     except (TypeError, ValueError) as error:

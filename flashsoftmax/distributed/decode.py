@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, SupportsFloat, overload
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from .. import ops
-from ..options import Options, Window, complete
+from ..options import SCORE_NAMES, ScoreOptions, complete, entry_point
 from .plan import agree, process_group
 from .states import merge_exact
 
@@ -26,13 +28,8 @@ def decode_over_ranks(
     kv_lens: Tensor,
     interleave: int = 1,
     block_table: Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: SupportsFloat | None = None,
-    softcap: SupportsFloat | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     return_lse: Literal[False] = False,
+    **options: Unpack[ScoreOptions],
 ) -> Tensor: ...
 @overload
 def decode_over_ranks(
@@ -44,14 +41,10 @@ def decode_over_ranks(
     kv_lens: Tensor,
     interleave: int = 1,
     block_table: Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: SupportsFloat | None = None,
-    softcap: SupportsFloat | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     return_lse: Literal[True],
+    **options: Unpack[ScoreOptions],
 ) -> tuple[Tensor, Tensor]: ...
+@partial(entry_point, options=ScoreOptions)
 def decode_over_ranks(
     query: Tensor,
     key: Tensor,
@@ -61,13 +54,8 @@ def decode_over_ranks(
     kv_lens: Tensor,
     interleave: int = 1,
     block_table: Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: SupportsFloat | None = None,
-    softcap: SupportsFloat | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     return_lse: bool = False,
+    **options: Unpack[ScoreOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the same queries on all ranks over a cache of which each rank holds some tokens.
 
@@ -101,10 +89,8 @@ def decode_over_ranks(
     found: tuple[Tensor, Tensor, Tensor] | None = None
     signature, problem = "", None
     try:
-        _check(query, key, value, kv_lens, interleave, block_table, sinks, shape)
-        options: Options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
-        options |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
-        arguments = {"kv_lens": kv_lens, "block_table": block_table, **complete(query, options)}
+        _check(query, key, value, kv_lens, interleave, block_table, options.get("sinks"), shape)
+        arguments = {"kv_lens": kv_lens, "block_table": block_table, **complete(query, options, SCORE_NAMES)}
         arguments |= {"query": query, "key": key, "value": value}
         if block_table is not None:
             arguments |= {"key": key.transpose(1, 2), "value": value.transpose(1, 2)}
