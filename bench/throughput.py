@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
             [result.record(run.machine) for result in results],
             (row for result in results for row in result.rows(run.machine)),
         )
-        if name != "masks":  # which has no axis to draw it over
+        if name not in ("masks", "models"):  # which have no axis to draw them over
             picture(results, str(run.machine), path)
         run.console.print(table(results))
         run.say(*closing(results))

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from typing_extensions import Unpack
 
 from . import nested, ops
-from .options import Options, check_int, complete, entry_point
+from .options import Options, check_int, check_tensor, complete, entry_point
 
 
 @overload
@@ -107,27 +107,20 @@ def attention(
         fit.
     """
     _check_tensors(query=query, key=key, value=value)
-    _check_optional_tensors(
-        attn_mask=attn_mask,
-        attn_bias=attn_bias,
-        kv_lens=kv_lens,
-        kv_starts=options.get("kv_starts"),
-        q_lens=q_lens,
-    )
-    _warn_of_alignment(query, kv_lens, q_lens, options)
+    lengths = _given(kv_lens=kv_lens, q_lens=q_lens)
+    masks = _given(attn_mask=attn_mask, attn_bias=attn_bias)
+    if lengths:
+        _warn_of_alignment(query, kv_lens, q_lens, options)
     if query.is_nested or key.is_nested or value.is_nested:
-        packed = nested.pack(query, key, value, attn_mask=attn_mask, attn_bias=attn_bias)
-        out, lse = _attend(*packed.operands, complete(query, options), kv_lens=kv_lens, q_lens=q_lens, **packed.lengths)
+        packed = nested.pack(query, key, value, **masks)
+        out, lse = _attend(*packed.operands, complete(query, options), **(lengths | packed.lengths))
         out, lse = packed.unpack(out), packed.unpack(lse)
         return (out, lse) if return_lse else out
-    if query.dim() == 4 and key.dim() == 4:
-        shape = query.size(0), query.size(1), query.size(2), key.size(2)
-        if isinstance(attn_mask, CausalBias):
-            attn_mask, options = _causal_bias(attn_mask, shape, options)
-        attn_mask = _broadcastable("attn_mask", attn_mask, shape)
-        attn_bias = _broadcastable("attn_bias", attn_bias, shape)
-    masks = _by_kind(query, attn_mask, attn_bias)
-    out, lse = _attend(query, key, value, complete(query, options), **masks, kv_lens=kv_lens, q_lens=q_lens)
+    if masks:
+        if isinstance(attn_mask, CausalBias) and query.dim() == key.dim() == 4:
+            masks, options = _causal_bias(masks, (*query.shape[:3], key.size(2)), options)
+        masks = _by_kind(query, masks, key.size(2) if key.dim() == 4 else None)
+    out, lse = _attend(query, key, value, complete(query, options), **masks, **lengths)
     return (out, lse) if return_lse else out
 
 
@@ -206,8 +199,7 @@ def attention_varlen(
         fit.
     """
     _check_tensors(query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q)
-    lengths = {"kv_lens": kv_lens, "kv_starts": options.get("kv_starts"), "block_table": block_table}
-    _check_optional_tensors(cu_seqlens_k=cu_seqlens_k, **lengths)
+    lengths = _given(kv_lens=kv_lens, cu_seqlens_k=cu_seqlens_k, block_table=block_table)
     if max_seqlen_q is None or (max_seqlen_k is None and block_table is None):
         raise TypeError(f"max_seqlen_{'q' if max_seqlen_q is None else 'k'}: None, wanted an int")
     query = _packed("query", query)
@@ -221,12 +213,10 @@ def attention_varlen(
         key,
         value,
         complete(query, options),
-        kv_lens=kv_lens,
         cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=check_int("max_seqlen_q", max_seqlen_q),
         max_seqlen_k=0 if max_seqlen_k is None else check_int("max_seqlen_k", max_seqlen_k),
-        block_table=block_table,
+        **lengths,
     )
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -299,24 +289,21 @@ def attention_paged(
         not fit.
     """
     _check_tensors(query=query, key_pages=key_pages, value_pages=value_pages, block_table=block_table, kv_lens=kv_lens)
-    kv_starts = options.get("kv_starts")
-    _check_optional_tensors(attn_mask=attn_mask, attn_bias=attn_bias, kv_starts=kv_starts, q_lens=q_lens)
+    lengths = _given(q_lens=q_lens)
+    masks = _given(attn_mask=attn_mask, attn_bias=attn_bias)
     _warn_of_alignment(query, kv_lens, q_lens, options)
     key, value = _paged("key_pages", key_pages), _paged("value_pages", value_pages)
-    if query.dim() == 4 and block_table.dim() == 2:
-        keys = block_table.size(1) * key_pages.size(1)
-        shape = query.size(0), query.size(1), query.size(2), keys
-        attn_mask = _broadcastable("attn_mask", attn_mask, shape)
-        attn_bias = _broadcastable("attn_bias", attn_bias, shape)
+    if masks:
+        masks = _by_kind(query, masks, block_table.size(1) * key_pages.size(1) if block_table.dim() == 2 else None)
     out, lse = _attend(
         query,
         key,
         value,
         complete(query, options),
-        **_by_kind(query, attn_mask, attn_bias),
-        kv_lens=kv_lens,
-        q_lens=q_lens,
         block_table=block_table,
+        kv_lens=kv_lens,
+        **lengths,
+        **masks,
     )
     return (out, lse) if return_lse else out
 
@@ -358,7 +345,8 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], **arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of operands in the operator's layout, [batch, heads, rows, dim]."""
-    return ops.attention(query=query, key=key, value=value, **arguments, **options)
+    out, lse, _ = ops.attention_exact(query=query, key=key, value=value, **arguments, **options)
+    return out, lse
 
 
 def _packed(name: str, x: Tensor) -> Tensor:
@@ -381,23 +369,46 @@ def _states(name: str, states: object) -> list[Tensor]:
     return list(states)
 
 
-def _causal_bias(bias: CausalBias, shape: tuple[int, ...], options: Options) -> tuple[Tensor | None, Options]:
+def _causal_bias(masks: dict[str, Any], shape: tuple[int, ...], options: Options) -> tuple[dict[str, Any], Options]:
     """Replaces a CausalBias, whose memory holds nothing, by equivalent options if possible, else by a bool mask."""
+    bias = masks["attn_mask"]
     rows, keys = bias.seq_len_q, bias.seq_len_kv
     if (rows, keys) != (shape[2], shape[3]):
         raise ValueError(f"attn_mask: CausalBias of shape {[rows, keys]}, wanted {list(shape[2:])}")
     q_offset = 0 if bias.variant == CausalVariant.UPPER_LEFT else keys - rows
     is_free = not any(options.get(name) for name in ("causal", "window", "q_offset"))
     if is_free and options.get("alibi_slopes") is None:
-        return None, {**options, "causal": True, "q_offset": q_offset}
+        others = {name: x for name, x in masks.items() if name != "attn_mask"}
+        return others, {**options, "causal": True, "q_offset": q_offset}
     visible = torch.ones(rows, keys, dtype=torch.bool, device=bias.device).tril(q_offset)
-    return visible, options
+    return masks | {"attn_mask": visible}, options
 
 
-def _broadcastable(name: str, x: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
+def _by_kind(query: Tensor, masks: dict[str, Any], keys: int | None) -> dict[str, Any]:
+    """The operator's arguments, of 4 dimensions: its attn_mask is bool; a float attn_mask is its attn_bias.
+
+    keys: of the scores; None if the shapes do not fit anyway.
+    """
+    if query.dim() == 4 and keys is not None:
+        masks = {name: _broadcastable(name, x, (*query.shape[:3], keys)) for name, x in masks.items()}
+    floating = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for name, x in masks.items():
+        if x.device != query.device:
+            raise ValueError(f"{name}: device {x.device}, wanted that of the other tensors, {query.device}")
+        if x.dtype not in floating and not (x.dtype == torch.bool and name == "attn_mask"):
+            wanted = "bool or a floating dtype" if name == "attn_mask" else "a floating dtype"
+            raise ValueError(f"{name}: dtype {str(x.dtype).removeprefix('torch.')}, wanted {wanted}")
+    if "attn_mask" not in masks or masks["attn_mask"].dtype == torch.bool:
+        return masks
+    if "attn_bias" in masks:
+        raise ValueError(
+            "attn_bias: given together with a float attn_mask, wanted a bool attn_mask, or their sum as attn_mask"
+        )
+    return {"attn_bias": masks["attn_mask"]}
+
+
+def _broadcastable(name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A mask or a bias, with 4 dimensions."""
-    if x is None:
-        return None
     if _is_placeholder(x):
         raise TypeError(f"{name}: {type(x).__name__}, wanted a Tensor whose memory holds the mask")
     fits = x.dim() <= 4 and all(
@@ -406,26 +417,6 @@ def _broadcastable(name: str, x: Tensor | None, shape: tuple[int, int, int, int]
     if not fits:
         raise ValueError(f"{name}: shape {list(x.shape)}, wanted one broadcastable to {list(shape)}")
     return x[(None,) * (4 - x.dim())]
-
-
-def _by_kind(query: Tensor, attn_mask: Tensor | None, attn_bias: Tensor | None) -> dict[str, Tensor | None]:
-    """The operator's arguments: its attn_mask is bool; a float attn_mask is its attn_bias."""
-    floating = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    for name, x, dtypes in (("attn_mask", attn_mask, (torch.bool, *floating)), ("attn_bias", attn_bias, floating)):
-        if x is None:
-            continue
-        if x.device != query.device:
-            raise ValueError(f"{name}: device {x.device}, wanted that of the other tensors, {query.device}")
-        if x.dtype not in dtypes:
-            wanted = "bool or a floating dtype" if name == "attn_mask" else "a floating dtype"
-            raise ValueError(f"{name}: dtype {str(x.dtype).removeprefix('torch.')}, wanted {wanted}")
-    if attn_mask is None or attn_mask.dtype == torch.bool:
-        return {"attn_mask": attn_mask, "attn_bias": attn_bias}
-    if attn_bias is not None:
-        raise ValueError(
-            "attn_bias: given together with a float attn_mask, wanted a bool attn_mask, or their sum as attn_mask"
-        )
-    return {"attn_bias": attn_mask}
 
 
 def _warn_of_alignment(query: Tensor, kv_lens: Tensor | None, q_lens: Tensor | None, options: Options) -> None:
@@ -457,11 +448,9 @@ def _is_placeholder(x: Tensor) -> bool:
 
 def _check_tensors(**arguments: object) -> None:
     for name, x in arguments.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: {type(x).__name__}, wanted a Tensor")
-        if x.layout not in (torch.strided, torch.jagged):
-            raise ValueError(f"{name}: layout {x.layout}, wanted torch.strided")
+        check_tensor(name, x)
 
 
-def _check_optional_tensors(**arguments: object) -> None:
-    _check_tensors(**{name: x for name, x in arguments.items() if x is not None})
+def _given(**arguments: object) -> dict[str, Any]:
+    """The arguments that are not None, checked."""
+    return {name: check_tensor(name, x) for name, x in arguments.items() if x is not None}

@@ -39,10 +39,16 @@ OMITTED = {"max_seqlen_q": 0, "max_seqlen_k": 0, "softcap": 0.0, "dropout_p": 0.
 """The values of omitted arguments of which None is not allowed."""
 
 
+_PLACES = {name: {x: n for n, x in enumerate(arguments)} for name, arguments in ARGUMENTS.items()}
+_ALL_OMITTED = {name: [OMITTED.get(x) for x in arguments] for name, arguments in ARGUMENTS.items()}
+
+
 def listed(name: str, arguments: dict[str, Any]) -> list[Any]:
     """An operator's arguments in the order of its schema. Omitted ones are None, or as in OMITTED."""
-    values = OMITTED | arguments
-    return [values.get(x) for x in ARGUMENTS[name]]
+    places, values = _PLACES[name], _ALL_OMITTED[name].copy()
+    for argument, x in arguments.items():
+        values[places[argument]] = x
+    return values
 
 
 def statistics(dtype: torch.dtype) -> torch.dtype:

@@ -10,17 +10,25 @@ from . import autocast, autograd, batching, fake, flops, sharding
 from .dropout import draw_seed
 from .library import ARGUMENTS, OPERATORS, listed
 
-__all__ = ["append_kv", "attention", "autocast", "autograd", "batching", "fake", "flops", "merge", "rotary", "sharding"]
-
-
-def attention(**arguments: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the operator attention. Omitted arguments are None, or 0 if None is not allowed."""
-    out, lse, _ = attention_exact(**arguments)
-    return out, lse
+__all__ = [
+    "append_kv",
+    "attention_exact",
+    "autocast",
+    "autograd",
+    "batching",
+    "fake",
+    "flops",
+    "merge",
+    "rotary",
+    "sharding",
+]
 
 
 def attention_exact(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, lse_error): lse + lse_error is what lse was before it was rounded."""
+    """(out, lse, lse_error) of the operator attention. lse + lse_error is what lse was before it was rounded.
+
+    Omitted arguments are None, or 0 if None is not allowed.
+    """
     sharding.register()
     dropout_p = arguments.get("dropout_p", 0.0)
     drops = not (type(dropout_p) is float and dropout_p == 0)  # a symbolic number may not be 0
@@ -32,7 +40,7 @@ def attention_exact(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attention_backward(**arguments: Any) -> tuple[Tensor, ...]:
-    """The gradients of query, key, value, attn_mask and sinks. Omitted arguments as in attention."""
+    """The gradients of query, key, value, attn_mask and sinks. Omitted arguments as in attention_exact."""
     found: tuple[Tensor, ...] = autograd.call(autograd.AttentionBackward, *listed("attention_backward", arguments))
     return found
 

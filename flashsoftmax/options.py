@@ -49,6 +49,15 @@ NAMES = tuple(Options.__annotations__)
 PER_HEAD = ("alibi_slopes", "sinks")
 """Options that are a tensor [Hq]; alibi_slopes may be [B, Hq]."""
 
+UNSET = {
+    **dict.fromkeys(("alibi_slopes", "sinks", "scale", "window_left", "window_right")),
+    **dict.fromkeys(("q_offset", "kv_starts", "split_size", "dropout_seed")),
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+}
+"""The operator's arguments if no option is given."""
+_LAYOUTS = (torch.strided, torch.jagged)
+
 
 def entry_point(function: Function, options: type = Options) -> Function:
     """Decorates a public function: __torch_function__ sees its calls, and its signature lists all its options."""
@@ -76,23 +85,24 @@ def entry_point(function: Function, options: type = Options) -> Function:
 
 def complete(query: Tensor, options: Options | ScoreOptions, names: tuple[str, ...] = NAMES) -> dict[str, Any]:
     """Converts the options to the operator's arguments. names: those that the caller takes."""
-    for name in options:
+    completed = UNSET.copy()
+    causal = False
+    for name, x in options.items():
         if name not in names:
             raise TypeError(f"{name}: not an option; the options are {', '.join(names)}")
-    left, right = _bounds(options.get("window"))
-    scale, softcap = check_float("scale", options.get("scale")), check_float("softcap", options.get("softcap"))
-    return {
-        **{name: _per_head(name, options.get(name), query) for name in PER_HEAD},
-        "scale": default_scale(query) if scale is None else scale,
-        "softcap": 0.0 if softcap is None else softcap,
-        "window_left": left,
-        "window_right": 0 if _check_bool("causal", options.get("causal", False)) else right,
-        "q_offset": check_int("q_offset", options.get("q_offset")),
-        "kv_starts": options.get("kv_starts"),
-        "split_size": check_int("split_size", options.get("split_size")),
-        "dropout_p": check_float("dropout_p", options.get("dropout_p")) or 0.0,
-        "dropout_seed": _check_seed(options.get("dropout_seed")),
-    }
+        if name == "causal":
+            causal = _check_bool(name, x)
+        elif x is None:
+            continue
+        elif name == "window":
+            completed["window_left"], completed["window_right"] = _bounds(x)
+        else:
+            completed[name] = _CONVERTED[name](name, x) if name in _CONVERTED else _per_head(name, x, query)
+    if causal:
+        completed["window_right"] = 0
+    if completed["scale"] is None:
+        completed["scale"] = default_scale(query)
+    return completed
 
 
 def default_scale(query: Tensor) -> float:
@@ -151,15 +161,16 @@ def _is_concrete(x: object) -> bool:
     return type(x) is int and not torch.compiler.is_compiling()
 
 
-def _check_seed(x: object) -> Tensor | None:
-    if x is not None and not isinstance(x, Tensor):
-        raise TypeError(f"dropout_seed: {type(x).__name__}, wanted a Tensor")
+def check_tensor(name: str, x: object) -> Tensor:
+    """x, if it is a dense or a jagged Tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: {type(x).__name__}, wanted a Tensor")
+    if x.layout not in _LAYOUTS:
+        raise ValueError(f"{name}: layout {x.layout}, wanted torch.strided")
     return x
 
 
 def _bounds(window: object) -> Window:
-    if window is None:
-        return None, None
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
         raise TypeError(f"window: {window!r}, wanted a pair (left, right) of int or None")
     left, right = (check_int(f"window: {side}", bound) for side, bound in zip(("left", "right"), window, strict=True))
@@ -169,14 +180,19 @@ def _bounds(window: object) -> Window:
     return left, right
 
 
-def _per_head(name: str, x: object, query: Tensor) -> Tensor | None:
-    if x is None:
-        return None
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: {type(x).__name__}, wanted a Tensor")
+def _per_head(name: str, x: object, query: Tensor) -> Tensor:
+    x = check_tensor(name, x)
     wanted = statistics(query.dtype)
     if x.dtype not in (wanted, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"{name}: dtype {x.dtype}, wanted {wanted}, or float16 or bfloat16")
     if name == "alibi_slopes" and x.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes: requires_grad is True, wanted False (or no_grad): slopes have no gradient")
     return x.to(wanted)
+
+
+_CONVERTED: dict[str, Callable[[str, object], Any]] = {
+    **dict.fromkeys(("scale", "softcap", "dropout_p"), check_float),
+    **dict.fromkeys(("q_offset", "split_size"), check_int),
+    **dict.fromkeys(("kv_starts", "dropout_seed"), check_tensor),
+}
+"""How an option becomes an argument of the operator. The others: causal, window, and those of PER_HEAD."""

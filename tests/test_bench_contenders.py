@@ -13,7 +13,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 
 import reference
-from bench.support import contenders
+from bench.support import contenders, cpu_peers
 from bench.support.shapes import Shape
 
 SHAPES = [
@@ -25,6 +25,13 @@ SHAPES = [
     Shape("decode", 2, 6, 2, 1, 7, 8),
     Shape("decode", 1, 6, 2, 1, 7, 8),
     Shape("decode", 1, 6, 2, 3, 7, 8, causal=True),
+]
+MODEL_SHAPES = [
+    Shape("forward", 2, 4, 4, 130, 130, 64),
+    Shape("forward", 1, 4, 4, 130, 130, 64, causal=True),
+    Shape("forward", 2, 8, 2, 5, 300, 128, causal=True),
+    Shape("decode", 2, 8, 2, 1, 300, 128),
+    Shape("forward + backward", 1, 4, 4, 33, 33, 64),
 ]
 WINDOWED = Shape("forward", 1, 6, 2, 5, 7, 8, causal=True, window=2)
 
@@ -166,6 +173,21 @@ def test_contenders_take_a_window_or_refuse_it(name):
         return
     expected = by_reference(query, key, value, causal=True, window=(2, None))
     torch.testing.assert_close(attend(query, key, value, WINDOWED), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
+@pytest.mark.parametrize("name", cpu_peers.PEERS)
+def test_peers_on_the_cpu_compute_the_same_attention_or_refuse(name, shape, dtype):
+    pytest.importorskip(name)
+    inputs = shape.inputs(dtype, "cpu")
+    try:
+        out = contenders.results(cpu_peers.PEERS[name], inputs, shape)
+    except NotImplementedError:
+        assert shape.group > 1 or shape.queries != shape.keys or "backward" in shape.kind
+        return
+    expected = contenders.results(contenders.ours, inputs, shape)
+    torch.testing.assert_close(out, expected, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-2)
 
 
 def test_a_peer_that_fails_is_reported():

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashsoftmax import attention
 
+from . import cpu_peers
 from .shapes import Inputs, Shape
 from .timing import Timed
 
@@ -98,7 +99,7 @@ def peers(device: str) -> dict[str, Peer]:
         "naive": Peer(naive, writes=lambda x: x.score_bytes),
     }
     if device == "cpu":
-        return {DEFAULT: Peer(sdpa), **unfused}
+        return {DEFAULT: Peer(sdpa), **unfused, **{name: Peer(attend) for name, attend in cpu_peers.PEERS.items()}}
     return {
         DEFAULT: Peer(sdpa),
         "torch flash": Peer(sdpa, partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
@@ -126,7 +127,7 @@ def comfortable_bytes(device: str) -> int:
 
 def obstacle(name: str, peer: Peer, timed: Timed, shape: Shape, device: str) -> str | None:
     """Why a peer cannot be timed; None if it can."""
-    if name in ("flash_attn", "flashinfer") and find_spec(name) is None:
+    if name in ("flash_attn", "flashinfer", *cpu_peers.PEERS) and find_spec(name) is None:
         return "not installed"
     if peer.writes(shape) > comfortable_bytes(device):
         return "it would write too much"

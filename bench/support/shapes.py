@@ -42,11 +42,13 @@ class Shape:
     """Whether each query sees a random half of the keys."""
     as_mask: bool = False
     """Whether the visible keys are given as a bool mask, which is made beforehand, instead of by options."""
+    model: str = ""
+    """The model that has this shape, and where in it; empty if the shape is of no certain model."""
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
-        shown = self.shown and f" {self.shown}"
-        return f"{self.kind} B{self.batch} H{heads} {self.queries} x {self.keys} D{self.dim}{shown}"
+        name, shown = self.model and f"{self.model}: ", self.shown and f" {self.shown}"
+        return f"{name}{self.kind} B{self.batch} H{heads} {self.queries} x {self.keys} D{self.dim}{shown}"
 
     @property
     def shown(self) -> str:
@@ -182,11 +184,53 @@ def masks() -> tuple[Shape, ...]:
     return (*tiled, *(Shape("decode", 1, 16, 4, 1, 8192, 64, filled=512, as_mask=as_mask) for as_mask in (False, True)))
 
 
+def models() -> tuple[Shape, ...]:
+    """Shapes of well-known models: a forward each, and a backward of those that are usually trained."""
+
+    kinds: tuple[Kind, ...] = ("forward", "forward + backward")
+
+    def both(model: str, batch: int, heads: int, length: int, dim: int) -> tuple[Shape, ...]:
+        return tuple(Shape(kind, batch, heads, heads, length, length, dim, model=model) for kind in kinds)
+
+    def llama(queries: int, keys: int, batch: int = 1, kind: Kind = "forward") -> Shape:
+        name = "Llama prefill" if queries == keys else "Llama decode" if kind == "decode" else "Llama chunk"
+        return Shape(kind, batch, 32, 8, queries, keys, 128, causal=queries > 1, model=name)
+
+    return (
+        *both("BERT", 1, 12, 128, 64),
+        *both("BERT", 32, 12, 128, 64),
+        *both("ViT-B", 1, 12, 197, 64),
+        *both("ViT-B", 16, 12, 197, 64),
+        *both("ViT-H", 1, 16, 257, 80),
+        *both("Swin window", 256, 4, 49, 32),
+        Shape("forward", 2, 8, 8, 4096, 4096, 40, model="Stable Diffusion"),
+        Shape("forward", 2, 8, 8, 4096, 77, 40, model="Stable Diffusion cross"),
+        Shape("forward", 2, 8, 8, 64, 77, 160, model="Stable Diffusion cross"),
+        Shape("forward", 1, 20, 20, 1500, 1500, 64, model="Whisper encoder"),
+        Shape("decode", 1, 20, 20, 1, 1500, 64, model="Whisper cross step"),
+        Shape("decode", 1, 20, 20, 1, 100, 64, model="Whisper self step"),
+        llama(33, 33),
+        *(llama(length, length, kind=kind) for length in (512, 2048) for kind in kinds),
+        *(llama(1, keys, batch, "decode") for batch in (1, 16) for keys in (16, 128, 512, 8192)),
+        llama(5, 2048),
+        llama(32, 8192),
+        llama(128, 8192),
+        *both("full attention", 1, 8, 512, 128),
+        Shape("forward", 1, 8, 4, 1024, 1024, 256, causal=True, model="Gemma prefill"),
+        Shape("decode", 1, 8, 4, 1, 2048, 256, model="Gemma decode"),
+        Shape("forward", 1, 71, 1, 512, 512, 64, causal=True, model="Falcon prefill"),
+        Shape("decode", 1, 71, 1, 1, 2048, 64, model="Falcon decode"),
+        Shape("forward", 4, 8, 8, 256, 256, 8, model="head_dim 8"),
+        Shape("forward", 1, 8, 8, 16, 16, 64, model="16 tokens"),
+    )
+
+
 SUITES = {
     "prefill": square("forward", (512, 2048, 8192)),
     "backward": square("forward + backward", (512, 2048)),
     "decode": decode((1024, 8192, 65536)),
     "masks": masks(),
+    "models": models(),
     "gpu-prefill": filled("forward", (1024, 4096, 16384)),
     "gpu-backward": filled("forward + backward", (1024, 4096)),
     "gpu-decode": (*decode((8192, 131072), batches=(1,)), *decode((8192,), batches=(32,))),

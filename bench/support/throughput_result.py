@@ -118,7 +118,7 @@ def table_row(result: Result) -> list[str]:
     shape = result.shape
     return [
         result.dtype,
-        shape.kind,
+        f"{shape.model}: {shape.kind}" if shape.model else shape.kind,
         shape.shown,
         f"{shape.batch}",
         f"{shape.heads}/{shape.heads_kv}",
