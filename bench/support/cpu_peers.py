@@ -83,12 +83,12 @@ class _Cache:
 
     def __init__(self, key: Tensor, value: Tensor, shape: Shape) -> None:
         _load_vllm()
-        isa = "amx" if key.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"
+        isa = "amx" if key.dtype == torch.bfloat16 and torch.cpu._init_amx() else "vec"
         if shape.dim % 32:
             isa = "vec16"
         columns = -(-shape.keys // PAGE)
         size = (shape.batch * columns, shape.heads_kv, PAGE, shape.dim)
-        self.pages = torch.empty(size, dtype=key.dtype), torch.empty(size, dtype=key.dtype)
+        self.pages = torch.zeros(size, dtype=key.dtype), torch.zeros(size, dtype=key.dtype)
         self.table = torch.arange(size[0], dtype=torch.int32).view(shape.batch, columns)
         first_slot = torch.arange(shape.batch)[:, None] * columns * PAGE
         slots = (first_slot + torch.arange(shape.keys)).flatten()
